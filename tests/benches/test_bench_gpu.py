@@ -88,9 +88,9 @@ def test_a_piece_that_fails_is_noted_and_the_next_one_runs(monkeypatch, tmp_path
 
 def test_its_commands_are_accepted(tmp_path):
     """Of the sizes that a GPU is given, read as the verbs read them."""
-    from superstep.cli.flags.options import DEMO, flags
+    from superstep.cli.flags.options import DEMO, read_flags
 
-    config = flags("train", DEMO, gpu.Size().flags(), description="")
+    config = read_flags(DEMO, gpu.Size().flags(), prog="superstep train", description="")
     assert config.plan == gpu.Size().run().config.plan.__class__(dp=1, zero=0, microbatch=1)
     assert (config.data.sequence_tokens, config.model.head_dim, config.numerics.compute) == (2048, 128, "bf16")
     assert gpu.command(["this", "--nothing"])["said"]

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from superstep.cli.flags.options import DEMO, Bounds, flags
+from superstep.cli.flags.options import DEMO, Bounds, read_flags
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 
 
 def read(*argv):
-    return flags("train", RunConfig(), argv, description="")
+    return read_flags(RunConfig(), argv, prog="superstep train [run.toml]", description="")
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,9 @@ def test_a_flag_sets_its_field(argv, section, field, value):
 
 
 def test_what_no_flag_names_stays():
-    assert flags("train", DEMO, [], description="") == DEMO
-    assert flags("train", DEMO, ["--train.steps", "7"], description="").plan == DEMO.plan
+    assert read_flags(DEMO, [], prog="superstep train", description="") == DEMO
+    longer = read_flags(DEMO, ["--train.steps", "7"], prog="superstep train", description="")
+    assert longer.plan == DEMO.plan
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_a_wrong_flag_is_refused_with_the_mend(argv, message):
         ),
         (["prove", "--serve-logprobs", "9"], 2, "--serve-logprobs has an effect only with --serve"),
         (["prove", "--wrld", "2"], 2, "did you mean '--world'?"),
-        (["view", "--width", "broad"], 2, "argument --width"),
+        (["view", "--width", "broad"], 2, "--width = 'broad' is not valid; it must be a whole number."),
         (["view", "--width", "-5"], 2, "--width = -5 must be at least 1."),
         (["view", "--width", "0"], 2, "--width = 0 must be at least 1."),
         (["sample"], 2, "a run and a prompt are needed"),

@@ -118,6 +118,9 @@ def test_mistakes_are_a_line_that_says_what_would_work(place, capsys):
         ("trace", "no run is given; name its folder: superstep trace runs/demo"),
         ("trace none", "'none' is not a run directory"),
         ("trace none --steps 0", "--steps = 0 must be at least 1"),
+        ("trace none --steps few", "--steps = 'few' is not valid; it must be a whole number."),
+        ("trace none other", "'other' belongs to no flag"),
+        ("doctor --json none", "What is named without a flag comes before all flags."),
     ):
         assert main(line.split()) == 2
         assert said in capsys.readouterr().err

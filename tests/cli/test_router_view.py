@@ -190,4 +190,5 @@ def test_what_is_no_run_has_no_routers_to_show(run_folder, tmp_path, capsys):
 
 def test_a_layer_needs_the_picture_of_routers(run_folder, capsys):
     assert "add --router" in refused([run_folder, "--layer", "1"], capsys)
-    assert "not allowed with argument" in refused([run_folder, "--router", "--program"], capsys)
+    error = refused([run_folder, "--router", "--program"], capsys)
+    assert "--program and --router exclude each other; leave one of them out." in error

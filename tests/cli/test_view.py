@@ -346,7 +346,7 @@ def test_a_runs_plan_cannot_be_changed_by_a_flag(run_folder, capsys):
 
 def test_a_wrong_flag_is_refused(toml, capsys):
     assert "unknown flag --wide" in refused([toml, "--wide"], capsys)
-    assert "argument --width: invalid int value" in refused([toml, "--width", "broad"], capsys)
+    assert "--width = 'broad' is not valid; it must be a whole number." in refused([toml, "--width", "broad"], capsys)
 
 
 # Traces.

@@ -178,10 +178,10 @@ def test_measure_writes_a_file_that_predicts_and_draws_a_roofline(tmp_path, caps
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--ranks", "-1"], "--ranks -1 must be at least 1"),
-        (["--ranks", "0"], "--ranks 0 must be at least 1"),
+        (["--ranks", "-1"], "--ranks = -1 must be at least 1"),
+        (["--ranks", "0"], "--ranks = 0 must be at least 1"),
         (["--model", "demoo"], "did you mean"),
-        (["--wrong"], "superstep measure --help says more"),
+        (["--wrong"], "unknown flag --wrong; superstep measure --help lists them."),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(flags, words, capsys):

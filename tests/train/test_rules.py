@@ -4,7 +4,7 @@ import pytest
 from test_parity import assert_proven, references  # noqa: F401
 
 import small
-from superstep.cli.flags.options import flags
+from superstep.cli.flags.options import read_flags
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.config_io import read_config, write_config
@@ -57,7 +57,7 @@ def test_a_flag_sets_one_rule_and_keeps_the_others():
     base = RunConfig(plan=PlanConfig(rules=(("ffn", "none"), ("vocab", "none"))))
 
     def given(*argv):
-        return flags("train", base, argv, description="").plan.rules
+        return read_flags(base, argv, prog="superstep train", description="").plan.rules
 
     assert given("--plan.rules.vocab", "tp", "--plan.rules.kv-heads=none") == (
         ("ffn", "none"),

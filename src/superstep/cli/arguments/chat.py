@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
-from superstep.cli.flags.options import Bounds
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions
+from superstep.cli.flags.options import Bounds, read_name
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -48,7 +48,7 @@ def read(argv: Sequence[str]) -> tuple[str, ChatOptions]:
         SystemExit: after printing help.
     """
     missing = "no model is given; name a model or the URL of a server: superstep chat runs/demo."
-    model, options = read_model(
+    model, options = read_name(
         ChatOptions(), argv, missing, prog="superstep chat MODEL|URL", description=DESCRIPTION, common=COMMON
     )
     is_url = model.startswith(("http://", "https://"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.flags.options import Parser
+from superstep.cli.flags.options import read_names
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -15,23 +15,26 @@ DESCRIPTION = (
 )
 
 
-def read(argv: Sequence[str]) -> tuple[list[Path], argparse.Namespace]:
-    """The runs, and the options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareOptions:
+    """Options of the page."""
+
+    out: str = "compare.html"
+    """The page."""
+    open: bool = False
+    """Open the page in the browser."""
+
+
+def read(argv: Sequence[str]) -> tuple[list[Path], CompareOptions]:
+    """The folders of the runs, and the options.
 
     Raises:
         ConfigError: fewer than two runs, or an option is wrong.
         SystemExit: after printing help.
     """
-    parser = Parser(
-        prog="superstep compare", usage="superstep compare RUN... [--FLAG]", description=DESCRIPTION,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--out", default="compare.html", metavar="FILE", help="the page; compare.html by default")
-    parser.add_argument("--open", action="store_true", help="open the page in the browser")
-    options = parser.parse_args(list(argv))
-    if len(options.runs) < 2:
+    runs, options = read_names(CompareOptions(), argv, prog="superstep compare RUN...", description=DESCRIPTION)
+    if len(runs) < 2:
         raise ConfigError("at least two runs are needed: superstep compare runs/demo runs/demo-2.")
     if Path(options.out).suffix != ".html":
         raise ConfigError(f"--out = '{options.out}' must end in .html.")
-    return [Path(run) for run in options.runs], options
+    return [Path(run) for run in runs], options

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.cli.flags.options import Parser
-from superstep.errors import ConfigError
+from superstep.cli.flags.options import read_name
 
 DESCRIPTION = (
     "Diagnose a run that trains now, or one that has failed: which rank hangs, in which instruction and why, which "
@@ -17,24 +16,27 @@ DESCRIPTION = (
 )
 
 
-def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
-    """The run, and the options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorOptions:
+    """Options of the diagnosis."""
+
+    json: bool = False
+    """Print everything as JSON instead."""
+    stacks: bool = False
+    """Print the complete stack of every thread of a live run."""
+    page: bool = False
+    """Also write doctor.html with a graph into the run directory."""
+    open: bool = False
+    """Write doctor.html and open it in the browser."""
+
+
+def read(argv: Sequence[str]) -> tuple[Path, DoctorOptions]:
+    """The folder of the run, and the options.
 
     Raises:
-        ConfigError: no run is named.
+        ConfigError: no run is named, or an option is wrong.
         SystemExit: after printing help.
     """
-    parser = Parser(
-        prog="superstep doctor", usage="superstep doctor RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
-    )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON instead")
-    parser.add_argument("--stacks", action="store_true", help="print the complete stack of every thread of a live run")
-    parser.add_argument(
-        "--page", action="store_true", help="also write doctor.html with a graph into the run directory"
-    )
-    parser.add_argument("--open", action="store_true", help="write doctor.html and open it in the browser")
-    options = parser.parse_args(list(argv))
-    if options.run is None:
-        raise ConfigError("no run is given; name its folder: superstep doctor runs/demo.")
-    return Path(options.run), options
+    missing = "no run is given; name its folder: superstep doctor runs/demo."
+    run, options = read_name(DoctorOptions(), argv, missing, prog="superstep doctor RUN", description=DESCRIPTION)
+    return Path(run), options

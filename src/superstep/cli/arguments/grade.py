@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from superstep.cli.arguments.port import PORTS, PortOptions
-from superstep.cli.arguments.serve import read_model
 from superstep.cli.flags.help import page
-from superstep.cli.flags.options import Bounds, asks_for_help
+from superstep.cli.flags.options import Bounds, asks_for_help, read_name
 from superstep.errors import ConfigError, did_you_mean
 from superstep.grade.config import GradeConfig, check_config
 
@@ -61,7 +60,7 @@ def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:
         )
     options = GradeServeOptions() if verb == "serve" else CheckOptions()
     missing = f"no file is given; name the file with the tasks: superstep grade {verb} tasks.py."
-    file, options = read_model(
+    file, options = read_name(
         options, argv[1:], missing, prog=f"superstep grade {verb} FILE", description=DEEDS[verb], common=COMMON
     )
     check_config(options.grade)

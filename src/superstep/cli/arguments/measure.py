@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, get_args
 
 from superstep.cli.flags.new_file import require_new_file
-from superstep.cli.flags.options import Parser
+from superstep.cli.flags.options import Bounds, read_flags
 from superstep.errors import ConfigError
-from superstep.plan.config import Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
+from superstep.plan.config import DeviceKind, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.serve.config import Quantize
 
@@ -19,23 +19,45 @@ DESCRIPTION = (
 )
 
 
-def read(argv: Sequence[str]) -> argparse.Namespace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureOptions:
+    """Options of the measurement."""
+
+    out: str | None = None
+    """Write the cluster file (TOML) to this file."""
+    model: str = "demo"
+    """The model with the units of the roofline."""
+    dtype: Dtype = "fp32"
+    """The dtype of the matrix products."""
+    ranks: Annotated[int | None, Bounds(least=1)] = None
+    """Ranks that measure at once; none uses one for each GPU, or each core."""
+    device: DeviceKind | None = None
+    """The device to measure; none uses GPUs if there are any."""
+    serve: tuple[str, ...] = ()
+    """Also measure the steps of a server in these formats: bf16, fp32, bf16-exact, bf16-w8a8, ...; each takes half a
+    minute.
+    """
+    serve_tp: Annotated[int, Bounds(least=1)] = 1
+    """Ranks that share the model of the server."""
+    quick: bool = False
+    """Measure only the shapes of the model; takes seconds."""
+    plot: str | None = None
+    """Write the roofline as SVG to this file."""
+
+
+def read(argv: Sequence[str]) -> MeasureOptions:
     """Parse the options.
 
     Raises:
         ConfigError: one of them is wrong.
         SystemExit: after printing help.
     """
-    options = _parser().parse_args(argv)
+    options = read_flags(MeasureOptions(), argv, prog="superstep measure", description=DESCRIPTION)
     for flag, path in (("--out", options.out), ("--plot", options.plot)):
         if path is not None:
-            require_new_file(flag, path)
+            require_new_file(flag, Path(path))
     for way in options.serve:
         check_way(way)
-    if options.serve_tp < 1:
-        raise ConfigError(f"--serve-tp {options.serve_tp} must be at least 1.")
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks} must be at least 1.")
     run_of(options.model, options.dtype)
     return options
 
@@ -58,43 +80,3 @@ def check_way(way: str) -> None:
             f"--serve {way} is not a format of a server; write a dtype ({', '.join(get_args(Dtype))}), alone or with "
             f"-exact or a quantization: bf16, bf16-exact, bf16-{get_args(Quantize)[0]}."
         )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="superstep measure", usage="superstep measure [--FLAG ...]", description=DESCRIPTION, allow_abbrev=False
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the cluster file (TOML) to this file")
-    parser.add_argument(
-        "--model", default="demo", metavar="NAME", help="the model with the units of the roofline; demo by default"
-    )
-    parser.add_argument(
-        "--dtype",
-        default="fp32",
-        choices=("fp32", "bf16"),
-        metavar="DTYPE",
-        help="the dtype of the matrix products: fp32 or bf16; fp32 by default",
-    )
-    parser.add_argument(
-        "--ranks", type=int, metavar="N", help="ranks that measure at once; by default one for each GPU, or each core"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        metavar="DEVICE",
-        help="the device to measure: cpu or cuda; by default GPUs if there are any",
-    )
-    parser.add_argument(
-        "--serve",
-        nargs="+",
-        default=(),
-        metavar="WAY",
-        help="also measure the steps of a server in these formats: bf16, fp32, bf16-exact, bf16-w8a8, ...; each takes "
-        "half a minute",
-    )
-    parser.add_argument(
-        "--serve-tp", type=int, default=1, metavar="N", help="ranks that share the model of the server; 1 by default"
-    )
-    parser.add_argument("--quick", action="store_true", help="measure only the shapes of the model; takes seconds")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the roofline as SVG to this file")
-    return parser

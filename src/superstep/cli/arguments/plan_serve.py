@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions, read_model
+from superstep.cli.arguments.serve import NumericsOptions, PlanOptions, ServeOptions
 from superstep.cli.flags.new_file import require_new_file
-from superstep.cli.flags.options import Bounds
+from superstep.cli.flags.options import Bounds, read_name
 
 DESCRIPTION = (
     "Predict a server of a model before it starts: bytes, pages of the KV cache, contexts x streams, time to the first "
@@ -46,7 +46,7 @@ def read(argv: Sequence[str]) -> tuple[str, ForecastOptions]:
     """
     flags = [word for word in argv if word not in ("--serve", "--serve=true")]
     missing = "no model is given; name a model, then any flags: superstep plan runs/demo --serve."
-    model, options = read_model(
+    model, options = read_name(
         ForecastOptions(), flags, missing, prog="superstep plan MODEL --serve", description=DESCRIPTION, common=COMMON
     )
     if options.json is not None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
-from superstep.cli.flags.options import Bounds, read_flags
+from superstep.cli.flags.options import Bounds, read_names
 from superstep.errors import ConfigError
 
 DESCRIPTION = "Continue a text with a trained run. RUN is the folder of the run, PROMPT is the beginning of the text."
@@ -35,10 +34,7 @@ def read(argv: Sequence[str]) -> tuple[Path, str, SampleOptions]:
         ConfigError: one of them is missing or wrong.
         SystemExit: after printing help.
     """
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(
-        SampleOptions(), argv[len(words) :], prog="superstep sample RUN PROMPT", description=DESCRIPTION
-    )
+    words, options = read_names(SampleOptions(), argv, prog="superstep sample RUN PROMPT", description=DESCRIPTION)
     if len(words) == 1 and not Path(words[0]).exists():
         raise ConfigError(
             f"'{words[0]}' does not exist; name the folder of a run, then a prompt: "

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 from superstep.cli.arguments.port import PortOptions
-from superstep.cli.flags.options import Bounds, read_flags
-from superstep.errors import ConfigError
+from superstep.cli.flags.options import Bounds, read_name
 from superstep.plan.config import DeviceKind, Dtype
 from superstep.serve.config import LEAST, MOST_READ_TIMEOUT_S, Quantize
 
@@ -102,32 +101,7 @@ def read(argv: Sequence[str]) -> tuple[Path, ServerOptions]:
         SystemExit: after printing help.
     """
     missing = "no model is given; name a run, a checkpoint or a Hugging Face folder: superstep serve runs/demo."
-    model, options = read_model(
+    model, options = read_name(
         ServerOptions(), argv, missing, prog="superstep serve MODEL", description=DESCRIPTION, common=COMMON
     )
     return Path(model), options
-
-
-Flags = TypeVar("Flags")
-
-
-def read_model(
-    defaults: Flags, argv: Sequence[str], missing: str, *, prog: str, description: str, common: Sequence[str]
-) -> tuple[str, Flags]:
-    """The word that names a model, and the flags after it.
-
-    Args:
-        defaults: the options without flags.
-        argv: of the verb.
-        missing: the error without a model.
-        prog, description, common: of its help, as in ``read_flags``.
-
-    Raises:
-        ConfigError: the model is missing, or a flag is wrong.
-        SystemExit: after printing help.
-    """
-    words = [word for word in argv[:1] if not word.startswith("-")]
-    options = read_flags(defaults, argv[len(words) :], prog=prog, description=description, common=common)
-    if not words:
-        raise ConfigError(missing)
-    return words[0], options

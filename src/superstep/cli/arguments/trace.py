@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from superstep.cli.flags.options import Parser
-from superstep.errors import ConfigError
+from superstep.cli.flags.options import Bounds, read_name
 
 DESCRIPTION = (
     "Write the times of each instruction in the last steps of a run that trains now or has failed. RUN/steps.json has "
@@ -16,22 +16,23 @@ DESCRIPTION = (
 )
 
 
-def read(argv: Sequence[str]) -> tuple[Path, argparse.Namespace]:
-    """The run, and the options.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """Options of the traces."""
+
+    steps: Annotated[int, Bounds(least=1)] = 8
+    """The number of last steps."""
+    out: str | None = None
+    """Write the steps to this file instead."""
+
+
+def read(argv: Sequence[str]) -> tuple[Path, TraceOptions]:
+    """The folder of the run, and the options.
 
     Raises:
-        ConfigError: an option is wrong.
+        ConfigError: no run is named, or an option is wrong.
         SystemExit: after printing help.
     """
-    parser = Parser(
-        prog="superstep trace", usage="superstep trace RUN [--FLAG]", description=DESCRIPTION, allow_abbrev=False
-    )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="the folder of a run")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="the number of last steps; 8 by default")
-    parser.add_argument("--out", metavar="FILE", help="write the steps to this file instead")
-    options = parser.parse_args(list(argv))
-    if options.run is None:
-        raise ConfigError("no run is given; name its folder: superstep trace runs/demo.")
-    if options.steps < 1:
-        raise ConfigError(f"--steps = {options.steps} must be at least 1.")
-    return Path(options.run), options
+    missing = "no run is given; name its folder: superstep trace runs/demo."
+    run, options = read_name(TraceOptions(), argv, missing, prog="superstep trace RUN", description=DESCRIPTION)
+    return Path(run), options

@@ -8,15 +8,14 @@ An error is one line, in the words of a run.toml's error.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import combinations
+from itertools import combinations, takewhile
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, TypeVar
 
 from superstep.cli.flags.help import write_help
 from superstep.errors import ConfigError, did_you_mean
@@ -70,13 +69,6 @@ class Bounds:
         """Whether a number is within the bounds; NaN is not."""
         is_high_enough = value > self.above if self.least is None else value >= self.least
         return is_high_enough and value <= self.most and (math.isfinite(value) or not self.is_finite)
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser with errors in one line, as in every verb."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; {self.prog} --help says more.")
 
 
 def read_run(path: Path) -> RunConfig:
@@ -134,11 +126,6 @@ def _automatic(config: RunConfig, names: Sequence[str]) -> RunConfig:
     return replace(config, plan=replace(config.plan, **{key: getattr(PlanConfig(), key) for key in keys}))
 
 
-def flags(verb: str, base: RunConfig, argv: Sequence[str], *, description: str) -> RunConfig:
-    """``base`` with the flags' fields replaced; raises as ``read_flags`` does."""
-    return read_flags(base, argv, prog=f"superstep {verb} [run.toml]", description=description, common=COMMON)
-
-
 def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, common: Sequence[str] = ()) -> T:
     """A dataclass, with possibly nested dataclasses, with the flags' fields replaced.
 
@@ -164,6 +151,30 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
         base = _with(base, name.split("."), _value(flag, words, hints[name]))
     _check_bounds(base, "")
     return base
+
+
+def read_names(
+    base: T, argv: Sequence[str], *, prog: str, description: str, common: Sequence[str] = ()
+) -> tuple[list[str], T]:
+    """The words before all flags, and the flags; raises as ``read_flags`` does."""
+    names = list(takewhile(lambda word: not word.startswith("-"), argv))
+    return names, read_flags(base, argv[len(names) :], prog=prog, description=description, common=common)
+
+
+def read_name(
+    base: T, argv: Sequence[str], missing: str, *, prog: str, description: str, common: Sequence[str] = ()
+) -> tuple[str, T]:
+    """The only word before the flags, such as a run or a model, and the flags; raises as ``read_flags`` does.
+
+    Args:
+        missing: the error without the word.
+    """
+    names, options = read_names(base, argv, prog=prog, description=description, common=common)
+    if not names:
+        raise ConfigError(missing)
+    if len(names) > 1:
+        raise _stray(names[1])
+    return names[0], options
 
 
 def _check_bounds(options: Any, prefix: str) -> None:  # noqa: ANN401
@@ -248,7 +259,8 @@ def _value(flag: str, words: list[str], hint: object) -> object:
         is_read, value = _convert(words, option)
         if is_read:
             return value
-    raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.")
+    hint_of_names = " What is named without a flag comes before all flags." if bool in options else ""
+    raise ConfigError(f"--{flag} = '{' '.join(words)}' is not valid; it must be {describe_type(hint)}.{hint_of_names}")
 
 
 def _split_list(words: Sequence[str]) -> Sequence[str]:

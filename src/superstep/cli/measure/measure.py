@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -10,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from superstep.cli.arguments.measure import MeasureOptions, run_of
 from superstep.cli.arguments.measure import read as read_arguments
-from superstep.cli.arguments.measure import run_of
 from superstep.cli.flags.new_file import write_new_file
 from superstep.cli.measure.roofline import Roofline, RooflinePoint, draw_svg, draw_text
 from superstep.cli.serve.serve_settings import kernels_folder
@@ -58,7 +57,7 @@ LENGTHS = (128, 512, 2048)
 def main(argv: Sequence[str]) -> int:
     """Measure, print and write."""
     options = read_arguments(argv)
-    place = options.out.parent if options.out else Path(tempfile.gettempdir())
+    place = Path(options.out).parent if options.out else Path(tempfile.gettempdir())
     _require_room(place)
     most = max(2, cores()) if choose(options.device) == "cpu" else gpus()
     ranks = most if options.ranks is None else options.ranks
@@ -81,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
     _say("\n".join([*_table(measurement), "", *draw_text(roof, points)]))
     _say(f"\nmeasured in {seconds_text(time.perf_counter() - start_s)}, on {ranks} ranks at once")
     if options.plot:
-        write_new_file(options.plot, draw_svg(roof, points))
+        write_new_file(Path(options.plot), draw_svg(roof, points))
         _say(f"picture in {options.plot}")
     if options.out:
-        write_new_file(options.out, write_cluster(cluster))
+        write_new_file(Path(options.out), write_cluster(cluster))
         _say(f"cluster file in {options.out}")
     return 0
 
@@ -103,7 +102,7 @@ def _require_room(folder: Path) -> None:
         )
 
 
-def serving_rate(run: Resolved, way: str, options: argparse.Namespace) -> ServingRate:
+def serving_rate(run: Resolved, way: str, options: MeasureOptions) -> ServingRate:
     """The rate of a server's steps here, in one format."""
     if run.decoder is None:
         raise ConfigError("--serve measures servers of the decoder; leave --model to a named size.")

@@ -7,11 +7,10 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from superstep.cli.flags.options import read_flags
+from superstep.cli.flags.options import read_names
 from superstep.cli.scaling.plot import plot_svg
 from superstep.cli.scaling.runs import read_runs
 from superstep.cli.scaling.scaling_text import FitSummary, as_json, as_text
@@ -65,8 +64,7 @@ class DeviceBudget:
 
 def main(argv: Sequence[str]) -> int:
     """Print the fits, the answer, and the basis of both."""
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(ScalingOptions(), argv[len(words) :], prog="superstep scaling RUNS", description=DESCRIPTION)
+    words, options = read_names(ScalingOptions(), argv, prog="superstep scaling RUNS", description=DESCRIPTION)
     paths = [Path(word) for word in words]
     if not paths:
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -11,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from superstep.cli.arguments.view import DESCRIPTION
+from superstep.cli.arguments.view import ViewOptions
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.damage import say_damage
-from superstep.cli.flags.options import DEMO, flags, read_run, settle
+from superstep.cli.flags.options import named_in, read_run, settle
 from superstep.cli.view.kernel_table import kernel_table
 from superstep.cli.view.rl_view import draw_rl, is_rolled
 from superstep.cli.view.serve_log_view import draw_replay
@@ -64,7 +63,7 @@ class DrawOptions:
 
 def main(argv: Sequence[str]) -> int:
     """Print the step of a configuration, or a run's recorded step and the predicted one below it."""
-    target, options, rest = read_arguments(argv)
+    target, options, flags = read_arguments(argv)
     is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     picture = DrawOptions(
         width=options.width or shutil.get_terminal_size().columns,
@@ -89,12 +88,14 @@ def main(argv: Sequence[str]) -> int:
         for name in ("memory", "kernels"):
             if getattr(options, name):
                 raise UserError(f"--{name} shows the {name} of a plan: superstep view {target}/run.toml --{name}.")
-        if rest:
-            raise UserError(f"{rest[0]}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
+        if plan_flags := sorted(name for name in named_in(flags) if "." in name):
+            flag = plan_flags[0].replace("_", "-")
+            raise UserError(f"--{flag}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _of_run(RunFolder(root=Path(target)), options, picture)
         return 0
-    config = flags("view", read_run(Path(target)) if target else DEMO, rest, description=DESCRIPTION)
-    run = resolve_config(config) if target else settle(config, rest, resolve_config)
+    if target is not None:
+        _, options, _ = read_arguments(argv, read_run(Path(target)))
+    run = resolve_config(options.run) if target else settle(options.run, flags, resolve_config)
     if options.program:
         _say(write_program(compile_step(run.plan)))
     elif options.kernels:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_run(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions) -> None:
+def _of_run(folder: RunFolder, options: ViewOptions, picture: DrawOptions) -> None:
     say_damage(folder.metrics)
     if options.program:
         _say(write_program(program_of(folder)))
@@ -121,7 +122,7 @@ def _of_run(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions
         _view_recorded(folder, options, picture)
 
 
-def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespace, picture: DrawOptions) -> None:
+def _view_predicted(run: Resolved, target: str | None, options: ViewOptions, picture: DrawOptions) -> None:
     traced = operations(run)
     if traced is None:
         raise ConfigError(
@@ -139,7 +140,7 @@ def _view_predicted(run: Resolved, target: str | None, options: argparse.Namespa
         _write(step, target, options, title.replace("\n", "; "))
 
 
-def _write(step: StepView, target: str | None, options: argparse.Namespace, about: str) -> None:
+def _write(step: StepView, target: str | None, options: ViewOptions, about: str) -> None:
     """Write the step to a file, unless only text is wanted."""
     if options.text:
         return
@@ -182,7 +183,7 @@ def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, traced:
     return f"{lasting}\n\n{drawn}"
 
 
-def _view_recorded(folder: RunFolder, options: argparse.Namespace, picture: DrawOptions) -> None:
+def _view_recorded(folder: RunFolder, options: ViewOptions, picture: DrawOptions) -> None:
     """Both steps on one scale."""
     program = program_of(folder)
     has_report = options.out is None and not options.text

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 
-from superstep.cli.flags.options import read_flags
+from superstep.cli.flags.options import read_names
 from superstep.errors import ConfigError
 
 DESCRIPTION = (
@@ -33,8 +32,7 @@ def read(argv: Sequence[str]) -> tuple[Path, MergeOptions]:
         ConfigError: one of them is missing or wrong.
         SystemExit: after printing help.
     """
-    words = list(takewhile(lambda word: not word.startswith("-"), argv))
-    options = read_flags(MergeOptions(), argv[len(words) :], prog="superstep tune merge RUN", description=DESCRIPTION)
+    words, options = read_names(MergeOptions(), argv, prog="superstep tune merge RUN", description=DESCRIPTION)
     if len(words) != 1 or not options.out:
         raise ConfigError("a run and a folder to create are needed: superstep tune merge runs/tuned --out merged.")
     return Path(words[0]), options

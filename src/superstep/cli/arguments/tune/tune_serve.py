@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from superstep.cli.arguments.port import PortOptions
-from superstep.cli.arguments.serve import NumericsOptions, read_model
-from superstep.cli.flags.options import Bounds
+from superstep.cli.arguments.serve import NumericsOptions
+from superstep.cli.flags.options import Bounds, read_name
 from superstep.plan.config import DeviceKind
 
 DESCRIPTION = (
@@ -61,7 +61,7 @@ def read(argv: Sequence[str]) -> tuple[Path, TinkerOptions]:
         SystemExit: after printing help.
     """
     missing = "no model is given; name a run, a checkpoint or a Hugging Face folder: superstep tune serve runs/demo."
-    model, options = read_model(
+    model, options = read_name(
         TinkerOptions(), argv, missing, prog="superstep tune serve MODEL", description=DESCRIPTION, common=COMMON
     )
     return Path(model), options
