@@ -8,13 +8,18 @@ import pytest
 
 import runs
 import tuned
+from superstep.cli.arguments.tune.tune import read_kind
 from superstep.cli.main import main
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import stream_of
 from superstep.data.tokenizer import END_OF_TEXT, load_tokenizer
+from superstep.errors import ConfigError
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import resolve
+from superstep.run.console import Silent
+from superstep.run.launch_rules import Launcher
+from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import ends_of_text, open_engine
 from superstep.serve.config import ServeConfig
@@ -308,3 +313,16 @@ def test_the_model_answers_and_stops(place):
     found = generate(engine, prompts, Sampling(max_tokens=8, temperature=0))
     texts = [tokenizer.decode([told.token for told in one.tokens]) for one in found]
     assert [text.removesuffix(END_OF_TEXT).strip() for text in texts] == [answer for _, answer in asked]
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_ranks_of_another_launcher_write_no_samples(kind, place):
+    _, recipe = read_kind([kind, "recipe.toml", "--observe.sample", "a"])
+    refusal = "observe.sample = 'a' needs ranks that one launcher of superstep has, not those of torchrun and srun;"
+    with (
+        pytest.raises(ConfigError, match=refusal),
+        prepared_tune_job(
+            resolved_recipe(kind, recipe), kind, recipe, lambda *made: None, Silent(), launcher=Launcher(is_own=False)
+        ),
+    ):
+        pass

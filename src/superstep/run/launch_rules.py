@@ -10,6 +10,7 @@ from superstep.plan.config import RunConfig
 from superstep.run.reports.sinks import require_trackers
 
 SEVERAL_HOSTS = "a launcher on each of several hosts"
+OTHER_LAUNCHERS = "torchrun and srun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,12 @@ def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
     Raises:
         ConfigError: it does not.
     """
-    state = config.state
+    state, sample = config.state, config.observe.sample
+    if sample is not None and (hosts > 1 or not launcher.is_own):
+        raise ConfigError(
+            f"observe.sample = '{sample}' needs ranks that one launcher of superstep has, not those of "
+            f"{SEVERAL_HOSTS if hosts > 1 else OTHER_LAUNCHERS}; leave it out, and run superstep sample RUN PROMPT."
+        )
     if state.snapshot_every is not None and (not launcher.is_own or sys.platform != "linux"):
         raise ConfigError(
             f"state.snapshot_every = {state.snapshot_every} needs ranks that superstep launches itself, on Linux; "
@@ -61,22 +67,16 @@ def check_launch(config: RunConfig, hosts: int, launcher: Launcher) -> None:
     require_trackers(config.observe)
 
 
-def require_alone(config: RunConfig, web_port: int | None, launcher: str) -> None:
-    """Refuse settings that need one launcher of all ranks.
+def check_web(web_port: int | None, launcher: str) -> None:
+    """Check that the launcher can serve the live report.
 
     Args:
-        config: of the run.
-        web_port: of the live report.
+        web_port: of the live report; None without one.
         launcher: its name.
 
     Raises:
-        ConfigError: one is set.
+        ConfigError: it cannot.
     """
-    if config.observe.sample is not None:
-        raise ConfigError(
-            f"observe.sample = '{config.observe.sample}' needs ranks that one launcher of superstep has, not "
-            f"those of {launcher}; leave it out, and run superstep sample RUN PROMPT."
-        )
     if web_port is not None:
         raise ConfigError(
             f"--web needs ranks that one launcher of superstep train starts, not those of {launcher}; leave it out, "

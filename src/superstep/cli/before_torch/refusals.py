@@ -20,7 +20,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.hosts.hosts import Hosts
-from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, require_alone
+from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, check_web
 from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory
 from superstep.train.weights.weights_folder import weights_of
@@ -38,7 +38,7 @@ def check_train(arguments: train.TrainArgs) -> None:
     """
     config, hosts = arguments.config, arguments.hosts
     if hosts is not None:
-        require_alone(config, arguments.web_port, SEVERAL_HOSTS)
+        check_web(arguments.web_port, SEVERAL_HOSTS)
     if arguments.web_port is not None:
         require_token()
     check_launch(config, 1 if hosts is None else hosts.count, launcher())

@@ -31,7 +31,7 @@ from superstep.run.hosts.train_on_hosts import TrainOnHosts
 from superstep.run.job import TrainJob, asked_device, prepared_job
 from superstep.run.job_message import JOB
 from superstep.run.launch_ranks import launch
-from superstep.run.launch_rules import SEVERAL_HOSTS, require_alone
+from superstep.run.launch_rules import OTHER_LAUNCHERS, SEVERAL_HOSTS, check_web
 from superstep.run.rank import rank_of_torchrun
 from superstep.run.tokens import tokens_in
 from superstep.train.run_folder.run_lock import note_preparing
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         arguments = read(argv)
         if arguments.hosts is not None:
             run = _run(arguments)
-            require_alone(run.config, arguments.web_port, SEVERAL_HOSTS)
+            check_web(arguments.web_port, SEVERAL_HOSTS)
             return _on_hosts(run, arguments.hosts)
     if is_of_torchrun():
         worker = partial(rank_of_torchrun, console=Terminal())
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _job_of_torchrun(arguments: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
     run = _run(arguments, ranks)
-    require_alone(run.config, arguments.web_port, "torchrun and srun")
+    check_web(arguments.web_port, OTHER_LAUNCHERS)
     return prepared_job(run, _tokens, Terminal(), launcher=launcher())
 
 

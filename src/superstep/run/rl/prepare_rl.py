@@ -9,13 +9,12 @@ from pathlib import Path
 
 from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
-from superstep.plan.config import RunConfig
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
 from superstep.run.hosts.hosts import share_out
-from superstep.run.launch_rules import OWN, SEVERAL_HOSTS, Launcher, check_launch, require_alone
+from superstep.run.launch_rules import OTHER_LAUNCHERS, OWN, SEVERAL_HOSTS, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
 from superstep.state.checkpoint import read_position
@@ -59,7 +58,7 @@ def prepared_rl_job(
         console.say(shorter)
     check_launch(config, hosts, launcher)
     if not launcher.is_own or hosts > 1:
-        _require_shared(config, recipe.rollout, SEVERAL_HOSTS if hosts > 1 else "torchrun and srun")
+        _require_shared(recipe.rollout, SEVERAL_HOSTS if hosts > 1 else OTHER_LAUNCHERS)
     check_tokenizer(recipe.start, config)
     choice, folder, checkpoint = run_directory.choose(run, verify)
     check_same(recipe, folder)
@@ -120,13 +119,12 @@ def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> t
     return (run if hosts == 1 else share_out(run, hosts)), start
 
 
-def _require_shared(config: RunConfig, rollout: RolloutConfig, launcher: str) -> None:
+def _require_shared(rollout: RolloutConfig, launcher: str) -> None:
     """Refuse what needs one launcher of superstep's, where another launcher has the ranks.
 
     Raises:
         ConfigError: something does; names the field.
     """
-    require_alone(config, None, launcher)
     if rollout.placement == "apart":
         raise ConfigError(
             "rollout.placement = 'apart' needs ranks that superstep launches itself, on one host, not those of "
