@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from boxed import needs_bubblewrap
+from superstep.cli.arguments.grade import CheckOptions
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.grade.attacks.answers import answers
@@ -194,9 +196,42 @@ def test_a_task_that_raises_is_one_line(deed, tmp_path, capsys):
     )
 
 
+def test_a_grader_without_programs_needs_no_bubblewrap(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name, path: None)
+    path = tmp_path / "tasks.py"
+    path.write_text(YES_OR_NO.format(answer='"yes" if index % 2 else "no"', solution="answer"), encoding="utf-8")
+    assert main(["grade", "check", str(path), "--tasks", "2"]) == 0
+    assert "\nThe grader runs no program, so the check needed no sandbox" in f"\n{capsys.readouterr().out}"
+
+
+EVALUATES = """
+from superstep.grade.task import Task
+
+def task(index, seed):
+    return Task(prompt=f"What is 2 + {index}?", answer=2 + index, solution=str(2 + index))
+
+def grade(task, rollout):
+    return float(eval(rollout.answer) == task.answer)
+"""
+
+
+@pytest.mark.parametrize("config", [CONFIG, pytest.param(CheckOptions().grade, marks=pytest.mark.long)])
+def test_a_grader_that_evaluates_answers_gets_a_verdict_within_a_minute(config, tmp_path):
+    path = tmp_path / "tasks.py"
+    path.write_text(EVALUATES, encoding="utf-8")
+    began_s = time.monotonic()
+    with Pool(path, replace(config, sandbox="none"), is_heard=False) as pool:
+        report = check(load_environment(path), pool, tasks=2, seed=0)
+    assert time.monotonic() - began_s < 60
+    flaws = {weakness.attack: weakness for weakness in report.weaknesses}
+    assert flaws["evaluated: the task's answer"].flaw == "scores"
+    hung = flaws["huge: a power of a power"]
+    assert (hung.flaw, hung.told.why) == ("breaks", f"no answer within {config.grader_timeout_s:g} s: killed")
+
+
 def test_a_check_never_tries_again():
     """So that an answer that breaks the grader is found in one attempt, and a flaky grader is not hidden."""
     from superstep.cli.arguments.grade import read
 
     _, options = read(["check", "tasks.py"])
-    assert options.grade == replace(GradeConfig(), retries=0)
+    assert options.grade == replace(GradeConfig(), retries=0, grader_timeout_s=15.0)

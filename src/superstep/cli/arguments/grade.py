@@ -37,7 +37,8 @@ class CheckOptions:
     """The number of tasks on which each attack is tried, from index 0."""
     seed: int = 0
     """The seed of the tasks."""
-    grade: GradeConfig = field(default_factory=lambda: GradeConfig(retries=0))
+    # An attack that hangs a grader takes all of its time: the evaluation of 10**10**10, for one.
+    grade: GradeConfig = field(default_factory=lambda: GradeConfig(retries=0, grader_timeout_s=15.0))
 
 
 def read(argv: Sequence[str]) -> tuple[Path, GradeServeOptions | CheckOptions]:

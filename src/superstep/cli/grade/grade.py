@@ -44,7 +44,7 @@ def _serve(path: Path, options: GradeServeOptions) -> int:
 
 def _check(path: Path, options: CheckOptions) -> int:
     environment = load_environment(path)
-    with Pool(path, options.grade, is_heard=False) as pool:
+    with Pool(path, options.grade, is_heard=False, needs_sandbox=False) as pool:
         report = check(environment, pool, tasks=options.tasks, seed=options.seed, tell=_progress)
     for line in report_lines(path, report):
         print(line)

@@ -39,7 +39,10 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
         yield f"      ... and {len(weaknesses) - MOST} more"
     if not report.has_solutions:
         yield "No task has a solution, so the check did not test whether right answers score; set Task(solution=...)."
-    yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
+    if report.memory_bound is None:
+        yield "The grader runs no program, so the check needed no sandbox; there is none here."
+    else:
+        yield f"The memory of programs is bounded {BOUNDS[report.memory_bound]}."
     tried = f"{report.attacks} attacks on {report.tasks} tasks, {report.graded} grades"
     if weaknesses:
         yield f"{path} is WEAK: {_count_text(len(weaknesses))}, {tried}."

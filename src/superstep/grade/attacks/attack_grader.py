@@ -52,14 +52,14 @@ class Weakness:
 
 @dataclass(frozen=True, slots=True)
 class AttackReport:
-    """The result of a check."""
+    """The result of a check. ``memory_bound``: None where there is no sandbox, and the grader runs no program."""
 
     attacks: int
     tasks: int
     graded: int
     weaknesses: tuple[Weakness, ...]
     has_solutions: bool
-    memory_bound: MemoryBound
+    memory_bound: MemoryBound | None
 
 
 def check(
@@ -99,7 +99,7 @@ def check(
         graded=graded,
         weaknesses=(*weak, *solved),
         has_solutions=any(task.solution is not None for task in made),
-        memory_bound=pool.memory_bound,
+        memory_bound=None if pool.sandbox_fault else pool.memory_bound,
     )
 
 

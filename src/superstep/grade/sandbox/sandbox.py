@@ -51,6 +51,10 @@ SOURCE_BYTES = 1 << 20
 PROBE_S = 30.0
 
 
+class SandboxMissingError(ConfigError):
+    """No sandbox can be made here."""
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
     """A call of the candidate's function with data."""
@@ -101,7 +105,8 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
         adopts: this process does nothing but grade, and adopts the processes that programs leave.
 
     Raises:
-        ConfigError: bubblewrap is not installed, or cannot work here.
+        SandboxMissingError: bubblewrap is not installed, or cannot work here.
+        ConfigError: the config names packages or an interpreter that cannot be used.
     """
     packages = _packages(config)
     if adopts:
@@ -112,7 +117,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
         return BubblewrapSandbox(config, None, python, group=group, adopts=adopts)
     bwrap = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if bwrap is None:
-        raise ConfigError(
+        raise SandboxMissingError(
             "bubblewrap is not installed, which keeps candidates' programs; apt install bubblewrap, or write "
             'grade.sandbox = "none" to run them unprotected.'
         )
@@ -125,6 +130,20 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
     if probe:
         kept.probe()
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class MissingSandbox:
+    """In the place of a sandbox that cannot be made, for graders that may run no program."""
+
+    reason: str
+    memory_bound: MemoryBound = "watched"
+
+    def calls(self, source: str, calls: Sequence[FunctionCall]) -> ProgramResult:
+        raise SandboxMissingError(self.reason)
+
+    def programs(self, source: str, inputs: Sequence[str]) -> ProgramResult:
+        raise SandboxMissingError(self.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +179,7 @@ class BubblewrapSandbox:
         try:
             answers = self._run("", {"inputs": [""]})
         except (Fault, OSError) as error:
-            raise ConfigError(
+            raise SandboxMissingError(
                 f"bubblewrap cannot make a sandbox here ({line(str(error))}); allow user namespaces, use bubblewrap "
                 '0.8 or newer, or write grade.sandbox = "none" to run candidates unprotected.'
             ) from error

@@ -1,6 +1,7 @@
 """The process of an environment: ``python -P -m superstep.grade.workers.grader_worker``; one JSON line in, one out.
 
-    {"path", "config"}                    first: the file, and the limits of a grade where grades are requested
+    {"path", "config", "sandbox_fault"}   first: the file, the limits of a grade where grades are requested, and why
+                                          programs cannot be run; empty if they can
     {"index", "seed", "turns", "finish"}  the verdict of a rollout
     {"do": "task", ...}                   the task's messages
     {"do": "reply", ...}                  the environment's reply to these turns
@@ -27,7 +28,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.environment import Environment, describe_error, load_environment
 from superstep.grade.graders.check import Check, Tools
 from superstep.grade.graders.maths_process import MathsProcess
-from superstep.grade.sandbox.sandbox import open_sandbox
+from superstep.grade.sandbox.sandbox import MissingSandbox, SandboxMissingError, open_sandbox
 from superstep.grade.task import Done, Message, Rollout, Task
 from superstep.grade.verdict import Verdict, grader_error, verdict_of
 from superstep.launch.line_process import NUMBER
@@ -39,12 +40,18 @@ TASKS = 1024
 
 
 def decide(environment: Environment, task: Task, rollout: Rollout, tools: Tools) -> Verdict:
-    """The verdict of the environment's grader. An exception of the grader is a grader_error."""
+    """The verdict of the environment's grader. An exception of the grader is a grader_error.
+
+    Raises:
+        SandboxMissingError: the grader runs a program, and there is no sandbox.
+    """
     try:
         verdict = environment.judge(task, rollout)
         if isinstance(verdict, Check) and not isinstance(verdict, Verdict):
             verdict = verdict.verdict(tools)
         return verdict_of(verdict)
+    except SandboxMissingError:
+        raise
     except SuperstepError as error:
         return grader_error(str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's own code
@@ -58,7 +65,7 @@ def main() -> None:
     os.dup2(2, 1)  # what a grader prints is no answer
     start = json.loads(given.readline())
     try:
-        desk = _Desk(load_environment(start["path"]), None if start["config"] is None else _tools(start["config"]))
+        desk = _Desk(load_environment(start["path"]), None if start["config"] is None else _tools(start))
     except ConfigError as error:
         _put(out, start, {"refused": str(error)})
         return
@@ -72,9 +79,10 @@ def main() -> None:
         _put(out, request, reply)
 
 
-def _tools(fields: dict[str, Any]) -> Tools:
-    config = GradeConfig(**fields)
-    return Tools(config, open_sandbox(config, probe=False, adopts=True), MathsProcess(config.timeout_s))
+def _tools(start: dict[str, Any]) -> Tools:
+    config, fault = GradeConfig(**start["config"]), start["sandbox_fault"]
+    sandbox = MissingSandbox(fault) if fault else open_sandbox(config, probe=False, adopts=True)
+    return Tools(config, sandbox, MathsProcess(config.timeout_s))
 
 
 class _Desk:

@@ -23,7 +23,7 @@ from typing import Any
 from superstep.errors import ConfigError, Fault
 from superstep.grade.config import GradeConfig, check_config
 from superstep.grade.sandbox.cgroup import remove_left_groups
-from superstep.grade.sandbox.sandbox import MemoryBound, open_sandbox
+from superstep.grade.sandbox.sandbox import MemoryBound, SandboxMissingError, open_sandbox
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict, from_told, grader_error, violation
 from superstep.hardware.host import cores
@@ -41,8 +41,11 @@ def makes_task(process: LineProcess, index: int, seed: int, seconds: float) -> b
 
 
 class Pool:
-    """Graders of one environment, for any thread. ``memory_bound``: how candidates' programs are held to their memory
-    limit.
+    """Graders of one environment, for any thread.
+
+    Attributes:
+        memory_bound: how candidates' programs are held to their memory limit.
+        sandbox_fault: why no program can be run; empty if they can.
     """
 
     def __init__(
@@ -52,22 +55,31 @@ class Pool:
         *,
         retried: Callable[[Verdict], None] | None = None,
         is_heard: bool = True,
+        needs_sandbox: bool = True,
     ) -> None:
         """Start one grader, to check that the file can be loaded; the others start when they are needed.
 
         Args:
             retried: called with each grader_error that is tried again.
             is_heard: whether graders print to this process's stderr.
+            needs_sandbox: whether a missing sandbox is refused here; otherwise the first grade that runs a program is.
 
         Raises:
             ConfigError: the file or the sandbox cannot be used.
         """
         self.config = check_config(config)
-        self.memory_bound: MemoryBound = open_sandbox(config).memory_bound
+        self.memory_bound: MemoryBound = "watched"
+        self.sandbox_fault = ""
+        try:
+            self.memory_bound = open_sandbox(config).memory_bound
+        except SandboxMissingError as error:
+            if needs_sandbox:
+                raise
+            self.sandbox_fault = str(error)
         self._retried = retried or (lambda verdict: None)
         self.workers = config.workers or cores()
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
-        self._all = [_Worker(Path(source), config, is_heard=is_heard) for _ in range(self.workers)]
+        self._all = [_Worker(Path(source), config, self.sandbox_fault, is_heard=is_heard) for _ in range(self.workers)]
         self._threads = ThreadPoolExecutor(self.workers, "grade")
         for worker in self._all:
             self._idle.put(worker)
@@ -82,7 +94,9 @@ class Pool:
         return self.submit(index, seed, rollout).result()
 
     def submit(self, index: int, seed: int, rollout: Rollout) -> Future[Verdict]:
-        """A future of the verdict. Its ``result`` raises a ConfigError where the file has no such task."""
+        """A future of the verdict. Its ``result`` raises a ConfigError where the file has no such task, or
+        the grade runs a program without a sandbox.
+        """
         if rollout.violation:
             return self._threads.submit(violation, rollout.violation)
         request = {
@@ -131,8 +145,9 @@ class Pool:
 class _Worker:
     """One thread of the pool with its grader process."""
 
-    def __init__(self, source: Path, config: GradeConfig, *, is_heard: bool) -> None:
+    def __init__(self, source: Path, config: GradeConfig, sandbox_fault: str, *, is_heard: bool) -> None:
         self._source, self._config, self._is_heard = source, config, is_heard
+        self._sandbox_fault = sandbox_fault
         self._process: LineProcess | None = None
         self._lock = threading.Lock()
         self._is_closed = False
@@ -153,7 +168,8 @@ class _Worker:
             if self._is_closed:
                 raise Fault("the pool of graders is closed.")
             process = self._process = LineProcess(COMMAND, is_heard=self._is_heard)
-        reply = process.ask({"path": str(self._source), "config": asdict(self._config)}, START_S)
+        start = {"path": str(self._source), "config": asdict(self._config), "sandbox_fault": self._sandbox_fault}
+        reply = process.ask(start, START_S)
         if reply is None:
             self._end()
             raise Fault(f"the grader of {self._source} does not start: {unanswered(process, START_S)}.")
