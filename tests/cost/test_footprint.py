@@ -10,6 +10,7 @@ import pytest
 from bench.published_memory import hold, is_fitting
 from bench.published_rows import is_timed, number, read_rows
 from superstep.cost.closed import framework_memory as keeping
+from superstep.cost.closed.estimate import estimate
 from superstep.cost.closed.framework import SUPERSTEP, Software, price_of
 from superstep.cost.closed.memory import Footprint, footprint
 from superstep.cost.closed.model_numbers import array, decoder_of
@@ -20,6 +21,7 @@ from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.peak_memory import without_workspace
@@ -34,13 +36,13 @@ STACK = price_of(CLUSTER, SUPERSTEP)[1]
 MEGATRON = price_of(CLUSTER, Software())[1]
 
 
-def resolved(compute="bf16", model=MODEL, **plan):
+def resolved(compute="bf16", model=MODEL, optimizer="adamw", **plan):
     plan.setdefault("microbatch", 1)
     return resolve(
         RunConfig(
             model=model,
             data=DataConfig(sequence_tokens=SEQUENCE),
-            train=TrainConfig(batch_sequences=8 * plan.get("dp", 1)),
+            train=TrainConfig(batch_sequences=8 * plan.get("dp", 1), optimizer=optimizer),
             plan=PlanConfig(**plan),
             numerics=NumericsConfig(compute=compute),
         )
@@ -140,16 +142,28 @@ def test_without_a_pipeline_footprints_are_exact_within_two_percent(model, compu
     assert float(ours.bytes - ours.workspace) == pytest.approx(held_bytes(run), rel=0.02)
 
 
+@pytest.mark.parametrize("optimizer", MOMENTS)
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_on_one_rank_what_stays_is_exact(compute):
-    run = resolved(compute)
+def test_on_one_rank_what_stays_is_exact(compute, optimizer):
+    run = resolved(compute, optimizer=optimizer)
     (exact,) = rank_bytes(run, compile_step(run.plan))
-    kept = keeping.superstep(element_bytes=2 if compute == "bf16" else 4)
+    kept = keeping.superstep(element_bytes=2 if compute == "bf16" else 4, moments=len(MOMENTS[optimizer]))
     found = of(run, kept)
     assert float(found.parameters) == pytest.approx(exact.params, rel=1e-3)
     assert float(found.optimizer) == pytest.approx(exact.optimizer, rel=1e-3)
     assert float(found.gradients) == pytest.approx(exact.gradients, rel=1e-3)
     assert float(found.activations) == pytest.approx(exact.peak.kept_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", MOMENTS)
+def test_an_update_moves_what_the_exact_memory_model_holds(optimizer):
+    """It reads and writes masters and moments, reads the fp32 gradient, and writes the 16-bit weight."""
+    run = resolved(optimizer=optimizer)
+    (exact,) = rank_bytes(run, compile_step(run.plan))
+    rates, stack = price_of(CLUSTER, SUPERSTEP)
+    seconds = estimate(decoder_of(run.shape, SEQUENCE), layout_of(run), rates, stack, optimizer=optimizer).optimizer_s
+    moved_bytes = 2 * exact.optimizer + (4 + 2) * run.outline.numel
+    assert float(seconds * rates.memory_bytes_per_s) == pytest.approx(moved_bytes, rel=1e-3)
 
 
 def test_many_plans_at_once_are_each_plan_by_itself():

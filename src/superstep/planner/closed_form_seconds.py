@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from superstep.cost.closed.block import E, LayerSeconds, block_seconds
-from superstep.cost.closed.estimate import embedding_s, head_s
+from superstep.cost.closed.estimate import embedding_s, head_s, update_traffic_bytes
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.program.buffers import has_fused_loss, share_numel
 from superstep.cost.program.flops import UnitParameters
@@ -17,14 +17,11 @@ from superstep.cost.program.time.simulate import UnitSeconds
 from superstep.hardware.cluster import Collective
 from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
-from superstep.plan.optimizers import update_passes
 from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.price import Pricing
 
 KINDS = ("compute", "again", "tensor", "context", "experts")
 """The parts of a pass's seconds."""
-UPDATE_BYTES = 30.0
-"""Bytes that AdamW reads and writes for each of its numbers; each moment fewer saves 8."""
 NOTHING = UnitSeconds(forward_s=0.0, backward_s=0.0)
 
 
@@ -86,8 +83,9 @@ class ClosedFormSource:
     def update_s(self, units: Sequence[UnitParameters]) -> float:
         """The update of the rank's share."""
         share = sum(share_numel(self.run, unit) for unit in units)
-        fewer = update_passes("adamw") - update_passes(self.run.config.train.optimizer)
-        return (UPDATE_BYTES - 4 * fewer) * share / float(self.pricing.rates.memory_bytes_per_s)
+        return (
+            update_traffic_bytes(self.run.config.train.optimizer) * share / float(self.pricing.rates.memory_bytes_per_s)
+        )
 
 
 def catalogue_seconds(run: Resolved, layout: Layout, pricing: Pricing) -> ClosedFormSource:

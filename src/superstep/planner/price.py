@@ -21,7 +21,7 @@ from superstep.cost.closed.parallel_degrees import SCHEDULES
 from superstep.cost.closed.rates import ChipRates
 from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
-from superstep.plan.optimizers import MOMENTS
+from superstep.plan.optimizers import MOMENTS, OptimizerName
 from superstep.planner.plan_columns import Plans
 from superstep.planner.search_problem import SearchProblem
 
@@ -35,9 +35,10 @@ class Pricing:
     stack: Stack
     keeping: KeptMemory
     memory_bytes: float
+    optimizer: OptimizerName
 
     def seconds(self, plans: Plans) -> Estimate:
-        return estimate(self.model, plans.layout, self.rates, self.stack)
+        return estimate(self.model, plans.layout, self.rates, self.stack, optimizer=self.optimizer)
 
     def held(self, plans: Plans) -> Footprint:
         return footprint(self.model, plans.layout, self.stack, self.keeping)
@@ -93,6 +94,7 @@ def pricing_of(problem: SearchProblem) -> Pricing:
             element_bytes=ELEMENT_BYTES[problem.compute], moments=len(MOMENTS[problem.base.train.optimizer])
         ),
         memory_bytes=problem.memory_bytes,
+        optimizer=problem.base.train.optimizer,
     )
 
 

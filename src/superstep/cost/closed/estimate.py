@@ -18,6 +18,7 @@ from superstep.cost.closed.parallel_degrees import SCHEDULES, Layout, once_for_e
 from superstep.cost.closed.rates import ChipRates
 from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
+from superstep.plan.optimizers import OptimizerName, update_passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,14 @@ class Estimate:
         )
 
 
-def estimate(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack) -> Estimate:
+def update_traffic_bytes(optimizer: OptimizerName) -> float:
+    """Bytes that an update reads and writes for each of its numbers: fp32, and the 16-bit weight that computes."""
+    return 4 * update_passes(optimizer) + E
+
+
+def estimate(
+    model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack, *, optimizer: OptimizerName = "adamw"
+) -> Estimate:
     """The training step of each plan."""
 
     def block(*, is_mixture: bool) -> LayerSeconds:
@@ -86,9 +94,10 @@ def estimate(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Sta
     )
     transfer = _transfer(model, layout, rates, stack)
     m = layout.microbatches
-    data, optimizer = _data(
+    data, updated = _data(
         model, layout, rates, stack, layers * layer(dense.backward_s, mixture.backward_s), layers * computed
     )
+    rate = np.where(layout.offload > 0, rates.host_bytes_per_s, rates.memory_bytes_per_s)
     return Estimate(
         compute_s=m * (layers * computed + ends),
         recompute_s=m * layers * again,
@@ -98,7 +107,7 @@ def estimate(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Sta
         transfers_s=(m + layout.pp - 1) * transfer,
         data_s=data,
         bubble_s=others * _bubble_share(dense, layout) / layout.chunks * _unevenness(model, layout),
-        optimizer_s=optimizer,
+        optimizer_s=update_traffic_bytes(optimizer) * updated / rate,
     )
 
 
@@ -184,7 +193,7 @@ def _transfer(model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: St
 def _data(
     model: DecoderNumbers, layout: Layout, rates: ChipRates, stack: Stack, backward: Array, compute: Array
 ) -> tuple[Array, Array]:
-    """Seconds of exposed data-parallel traffic, and of the update."""
+    """Seconds of exposed data-parallel traffic, and the numbers that a rank updates."""
     # The fullest rank: a stage with the embedding or the head.
     ends = model.vocab_part(layout.tp) * model.width * np.where(layout.pp > 1, 1.0, 2 - model.tied)
     usual = (model.layers - model.moe_layers) * model.dense_parameters + model.moe_layers * model.mixture_parameters
@@ -232,10 +241,7 @@ def _data(
     # The embedding's gradient is the last to be final: no compute is left to hide its sum.
     tail = total * model.vocab_part(layout.tp) * model.width / (dense + experts)
     data_s = np.where(repeats, exposed_three, np.maximum(total - hidden, np.minimum(tail, total)) + last)
-    held = (dense / share) + experts / np.where(layout.shards_optimizer, expert_copies.ranks, 1.0)
-    update = 30.0 * held / rates.memory_bytes_per_s
-    off = 30.0 * held / rates.host_bytes_per_s
-    return data_s, np.where(layout.offload > 0, off, update)
+    return data_s, (dense / share) + experts / np.where(layout.shards_optimizer, expert_copies.ranks, 1.0)
 
 
 def _twins_s(layout: Layout, rates: ChipRates, stack: Stack, experts: Array, copies: RankGroup) -> Array:
