@@ -53,6 +53,15 @@ def test_a_layout_is_proven_and_the_order_of_a_step_is_written(text, tmp_path):
     assert any("own_model.py:" in event["args"]["line"] for event in slices)
 
 
+@pytest.mark.parametrize("recipe", ["recipes/own_model.toml", "recipes/dp_zero3.toml"])
+def test_a_plan_that_is_too_large_for_its_gpus_is_refused_before_it_runs(recipe, text):
+    done = prove(recipe, *SMALL, *text, "--device", "strict:2x1MiB")
+    assert done.returncode == 2, done.stdout[-2000:] + done.stderr[-2000:]
+    line = r"superstep: plan: pipeline rank 0 needs .* \(.*\), a rank has 1 MiB, and its .* do not fit; .*"
+    assert re.fullmatch(rf"{line}, or emulate GPUs of at least \d+MiB\.\n", done.stderr), done.stderr
+    assert not done.stdout
+
+
 def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
     function = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
     source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")

@@ -6,6 +6,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 
 from superstep.errors import Fault, SuperstepError, UserError
@@ -40,6 +41,8 @@ def trouble_of(rank: int, error: BaseException) -> RankFailure:
             order = order if isinstance(error.__cause__, RuntimeError | EOFError | ConnectionError) else 0
         case SystemExit():
             known, order = Fault("the process was told to end.", rank=rank), 1
+        case torch.OutOfMemoryError():
+            known = Fault(str(error).partition("\n")[0], rank=rank)
         case OSError():
             known = Fault(f"{type(error).__name__}: {error}.", rank=rank)
         case _:

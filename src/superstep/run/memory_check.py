@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from superstep.comm.device import Device
@@ -54,6 +55,29 @@ def require_fit(
         raise ConfigError(_refusal(excess))
 
 
+def require_fit_on_emulated_gpus(run: Resolved, seen: Sequence[UnitOperations] | None, gpu_bytes: int) -> None:
+    """Check that the fullest rank of a run fits on an emulated GPU, which counts no memory of communicators.
+
+    Args:
+        run: the resolved run.
+        seen: as for ``require_fit``.
+        gpu_bytes: memory of each GPU.
+
+    Raises:
+        ConfigError: it does not fit; the line says what overflows, and what would fit.
+    """
+    if seen is None:
+        return
+
+    def memory(config: RunConfig) -> tuple[RankBytes, ...]:
+        return _memory(run if config is run.config else resolve_config(config), run, seen)
+
+    excess = overflow(run.config, memory, gpu_bytes)
+    if excess is not None:
+        larger = f"emulate GPUs of at least {math.ceil(excess.needed_bytes / 2**20)}MiB"
+        raise ConfigError(_refusal(excess, larger))
+
+
 def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
     """A host rank's memory without its snapshots.
 
@@ -78,10 +102,17 @@ def _memory(other: Resolved, run: Resolved, seen: Sequence[UnitOperations]) -> t
     return rank_bytes(other, compile_step(other.plan), sizes)
 
 
-def _refusal(found: MemoryOverflow) -> str:
+def _refusal(found: MemoryOverflow, *others: str) -> str:
+    """The error.
+
+    Args:
+        found: why the run does not fit.
+        others: what would work besides changes of the plan.
+    """
     parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.parts.items())
     mends = [f"{mend.field} to {_literal(mend.value)} ({bytes_text(mend.bytes)})" for mend in found.mends]
     advice = f"set {' or '.join(mends)}" if mends else "no change of one field fits; use more ranks or a smaller model"
+    advice = ", or ".join([advice, *others])
     return (
         f"plan: pipeline rank {found.rank} needs {bytes_text(found.needed_bytes)} ({parts}), a rank has "
         f"{bytes_text(found.limit_bytes)}, and its {found.category} do not fit; {advice}."

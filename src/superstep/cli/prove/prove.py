@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from superstep.cli.arguments.prove import ProveOptions, read
+from superstep.cli.arguments.prove import ProveOptions, emulated_gpus, read
 from superstep.cli.choices import describe_changed_layout
 from superstep.cli.flags.new_file import write_new_file
 from superstep.cli.flags.options import settle
@@ -27,6 +27,7 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
+from superstep.run.memory_check import require_fit_on_emulated_gpus
 from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.run.tokens import proof_tokens
 from superstep.strict.timeline import timeline_text
@@ -34,7 +35,7 @@ from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
 from superstep.train.proof.prove_tolerance import ProofVerdict
-from superstep.train.weights.model import resolve_config, vocab_of
+from superstep.train.weights.model import operations, resolve_config, vocab_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
         _say(changed)
     # Fails before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
+    if options.device is not None:
+        require_fit_on_emulated_gpus(run, operations(run), emulated_gpus(options)[1])
     with proof_tokens(run, partial(_prepare, run)) as corpus:
         if options.serve:
             stream = stream_of(run.config, open_corpus(corpus), "train")
