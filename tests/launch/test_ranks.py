@@ -310,3 +310,10 @@ def test_the_cause_comes_before_what_follows_from_it(earlier, later, told):
     first = min(reports, key=lambda trouble: (trouble.order, trouble.at_s))
     assert isinstance(first.error, SuperstepError)
     assert str(first.error).startswith(told)
+
+
+def test_a_gpu_without_memory_is_one_line():
+    trouble = trouble_of(
+        1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 bytes.\nException raised from")
+    )
+    assert str(trouble.error) == "rank 1: CUDA out of memory. Tried to allocate 8 bytes."
