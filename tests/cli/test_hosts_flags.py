@@ -133,12 +133,12 @@ def test_a_smaller_plan_on_gpus_has_room_for_its_communicators(monkeypatch):
     run = resolve(RunConfig(train=TrainConfig(batch_sequences=16), plan=PlanConfig(dp=4, zero=1)))
     chip = CHIPS["H100-SXM"]
     monkeypatch.setattr(elastic, "choose", lambda asked, size: "cuda")
-    monkeypatch.setattr(elastic, "_gpu", lambda: chip.name)
+    monkeypatch.setattr(elastic, "local_gpu", lambda: chip.name)
 
     def smaller(gib):
         own_bytes = gib * 2**30 + CONTEXT_BYTES
         monkeypatch.setattr(elastic, "of_device", lambda name: replace(chip, memory_bytes=own_bytes / USABLE))
-        return elastic._smaller(run, 1, 2)
+        return elastic.find_smaller_plan(run, 1, 2)
 
     assert smaller(1.0) is None, "any plan of two ranks has two groups of 544 MiB"
     found = smaller(3.0)

@@ -138,7 +138,7 @@ def _keys_that_stay():
     start = ring_attention.Hop.start
 
     def stay(leaving, group, tag):
-        return ring_attention.Hop([], leaving) if tag == ring_attention._KEYS_TAG else start(leaving, group, tag)
+        return ring_attention.Hop([], leaving) if tag == ring_attention.KEYS_TAG else start(leaving, group, tag)
 
     return mock.patch.object(ring_attention.Hop, "start", stay)
 

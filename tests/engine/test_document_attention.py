@@ -185,8 +185,8 @@ def _one_early_in_the_chunks(rank):
 
 def _no_mask_in_one_turn(rank):
     """Of another rank's keys all are seen."""
-    inner = ring._rectangles
-    return mock.patch.object(ring, "_rectangles", lambda block, tokens, _: inner(block, tokens, None))
+    inner = ring.rectangles_of
+    return mock.patch.object(ring, "rectangles_of", lambda block, tokens, _: inner(block, tokens, None))
 
 
 def _no_mask_on_one_rank(rank):
@@ -195,7 +195,7 @@ def _no_mask_on_one_rank(rank):
 
 
 def _no_rectangles(rank):
-    return mock.patch.object(ring, "_rectangles", return_value=())
+    return mock.patch.object(ring, "rectangles_of", return_value=())
 
 
 @pytest.mark.multiproc

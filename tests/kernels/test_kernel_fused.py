@@ -198,7 +198,7 @@ def test_a_norm_s_gradient_on_a_grid(processor, dtype):
     weight = (1 + torch.rand(48)).to(dtype)
     wide = [each.double().requires_grad_() for each in (x, weight)]
     rights = torch.autograd.grad(norm.reference(*wide, 1e-5), wide, grad.double())
-    _, r = norm._rms_norm(x, weight, 1e-5)
+    _, r = norm.rms_norm_operator(x, weight, 1e-5)
     into = torch.zeros(48, dtype=torch.int64)
     scale, limit = 2.0**PARAMETER.bits, PARAMETER.limit
     dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=into, scale=scale, limit=limit)

@@ -80,7 +80,7 @@ class Dies:
 def test_a_seed_that_dies_while_it_is_asked_is_followed_by_another(monkeypatch, times):
     context = Dies(times)
     monkeypatch.setattr(fork_server, "fork_context", lambda modules: context)
-    monkeypatch.setattr(fork_server, "_has_seed", lambda: True)
+    monkeypatch.setattr(fork_server, "supports_fork_server", lambda: True)
     if times < fork_server.SEEDS:
         assert fork_server.context_of(ran) is context
         return
@@ -118,7 +118,7 @@ def begun(monkeypatch):
     monkeypatch.setattr(
         fork_server, "fork_context", lambda modules: found.append(util.spawnv_passfds is fork_server._fork)
     )
-    monkeypatch.setattr(fork_server, "_has_seed", lambda: True)
+    monkeypatch.setattr(fork_server, "supports_fork_server", lambda: True)
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import small
 from superstep.cli.doctor.doctor_text import page
-from superstep.observe.doctor.diagnose import _HERE, diagnose
+from superstep.observe.doctor.diagnose import HERE, diagnose
 from superstep.observe.doctor.failure_file import read_box, write_box
 from superstep.observe.doctor.observations import DATA, Disk, Note, RankObservation, RunObservation
 from superstep.observe.multi_step_trace import newest_step, perfetto_steps, trace_of_step
@@ -186,7 +186,7 @@ def changed(run, rank, /, **fields):
 def test_the_cause_is_told_by_what_the_system_and_the_stack_say():
     world = World({"dp": 2, "zero": 2})
     run = world.seen(world.stop(1, 5))
-    ours, users = f"{_HERE}/engine/executor.py:9 in _forward", "/home/me/hooks.py:12 in wait_for_me"
+    ours, users = f"{HERE}/engine/executor.py:9 in _forward", "/home/me/hooks.py:12 in wait_for_me"
     python = "/usr/lib/python3.11/threading.py:320 in wait"
     cases = {
         "stopped": {"state": "T"},

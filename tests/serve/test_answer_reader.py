@@ -35,7 +35,7 @@ from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.files.reader import BackgroundReader
 from superstep.serve.processes import admin_commands as deeds_module
 from superstep.serve.processes.admin_commands import AdminCommands
-from superstep.serve.processes.worker import _obey
+from superstep.serve.processes.worker import obey
 from superstep.serve.scheduling.engine_messages import (
     ORDERS,
     REPORTS,
@@ -67,14 +67,14 @@ def folder(tmp_path):
 @pytest.fixture
 def held(monkeypatch):
     """Files under a folder called 'hangs' are not answered until the test ends."""
-    end, header = threading.Event(), hf._read_header
+    end, header = threading.Event(), hf.read_header
 
     def read_header(file):
         if file.parent.name == "hangs":
             end.wait()
         header(file)
 
-    monkeypatch.setattr(hf, "_read_header", read_header)
+    monkeypatch.setattr(hf, "read_header", read_header)
     yield
     end.set()
 
@@ -309,7 +309,7 @@ def test_health_is_answered_while_a_path_is_looked_for(tmp_path, monkeypatch):
 def test_who_asks_while_weights_to_wake_with_never_come_is_answered(folder):
     engine, steward = open_both(folder / "model", replace(FAST, read_timeout_s=math.inf))
     mine, its = Pipe()
-    ended = threading.Thread(target=_obey, args=(engine, steward, its), daemon=True)
+    ended = threading.Thread(target=obey, args=(engine, steward, its), daemon=True)
     ended.start()
 
     def said():

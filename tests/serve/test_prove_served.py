@@ -116,7 +116,7 @@ def _one_block():
 
 def _wrong_guess_stands():
     """A guess is taken though another token was drawn."""
-    inner, draw = InferenceEngine._draw_rows, InferenceEngine._draw
+    inner, draw = InferenceEngine.draw_rows, InferenceEngine._draw
 
     def drawn_of(self, live, rows):
         guesses = [*live.guessed, None]
@@ -128,7 +128,7 @@ def _wrong_guess_stands():
         with mock.patch.object(self, "_draw", taken):
             return inner(self, live, rows)
 
-    return mock.patch.object(InferenceEngine, "_draw_rows", drawn_of)
+    return mock.patch.object(InferenceEngine, "draw_rows", drawn_of)
 
 
 @contextmanager

@@ -20,11 +20,11 @@ def test_engines_of_exact_mode_all_have_a_servers_threads(monkeypatch, tmp_path)
         return opened(*args, **kwargs)
 
     monkeypatch.setattr(benchmark_steps, "open_engine", open_engine)
-    benchmark_steps.save_random(benchmark_steps._scale_shape(SHAPES["demo"], 64, 1, 256, 1), tmp_path)
+    benchmark_steps.save_random(benchmark_steps.scale_shape(SHAPES["demo"], 64, 1, 256, 1), tmp_path)
     serve = ServeConfig(context_tokens=64, pages=128, requests=64, step_tokens=512, exact=True)
     before = torch.get_num_threads()
     try:
-        found = benchmark_steps._calibrate_rank(
+        found = benchmark_steps.calibrate_rank(
             World(0, 1, Device("cpu")), [tmp_path, tmp_path], serve, benchmark_steps.Timing()
         )
     finally:

@@ -150,10 +150,10 @@ FAULTS: dict[str, Fault] = {
         plant=plant_seams.leaves_unsummed, plan={"tp": 2, "sequence_parallel": False}, first="loss"
     ),
     "partial products not summed, sequence parallel": Fault(
-        plant=lambda: plant_seams.own_part_unsummed(tensor._Scatter, "forward"), plan={"tp": 2}, first="loss"
+        plant=lambda: plant_seams.own_part_unsummed(tensor.Scatter, "forward"), plan={"tp": 2}, first="loss"
     ),
     "gradients not summed on entering, sequence parallel": Fault(
-        plant=lambda: plant_seams.own_part_unsummed(tensor._Gather, "backward"), plan={"tp": 2}, first="gradient"
+        plant=lambda: plant_seams.own_part_unsummed(tensor.Gather, "backward"), plan={"tp": 2}, first="gradient"
     ),
     "targets at the wrong offset of a cut vocabulary": Fault(
         plant=plant_seams.wrong_column_offset, plan={"tp": 2}, first="loss"

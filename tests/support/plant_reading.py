@@ -62,13 +62,13 @@ def late_starts():
 
 
 def late_pieces():
-    inner = stream_module.DocumentCut._locate
+    inner = stream_module.DocumentCut.locate
 
     def locate(self, numbers_N):
         documents_N, starts_N, targets_N = inner(self, numbers_N)
         return documents_N, starts_N + (targets_N > 1), targets_N - (targets_N > 1)
 
-    return mock.patch.object(stream_module.DocumentCut, "_locate", locate)
+    return mock.patch.object(stream_module.DocumentCut, "locate", locate)
 
 
 def own_order_later():

@@ -68,11 +68,11 @@ def own_norm():
 
 
 def no_gradient_sum_on_entering():
-    return mock.patch.object(tensor._Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
+    return mock.patch.object(tensor.Enter, "backward", staticmethod(lambda ctx, grad: (grad, None)))
 
 
 def wrong_vocabulary_offset():
-    inner = tensor._vocabulary_lookup
+    inner = tensor.vocabulary_lookup
 
     def lookup(layer, group, leave):
         class Shifted:
@@ -81,7 +81,7 @@ def wrong_vocabulary_offset():
 
         return inner(layer, Shifted(), lambda x, _: leave(x, group))
 
-    return mock.patch.object(tensor, "_vocabulary_lookup", lookup)
+    return mock.patch.object(tensor, "vocabulary_lookup", lookup)
 
 
 def lost_microbatch():
@@ -100,7 +100,7 @@ def same_keys_all_round():
         for block in blocks(group.rank(), group.size()):
             yield block, kv
 
-    return mock.patch.object(ring, "_round", round_)
+    return mock.patch.object(ring, "pass_keys_round", round_)
 
 
 def positions_of_the_first_rank():
@@ -141,7 +141,7 @@ def lost_put_off_sum():
 
 
 def leaves_unsummed():
-    return mock.patch.object(tensor._Leave, "forward", staticmethod(lambda ctx, x, group: x.clone()))
+    return mock.patch.object(tensor.Leave, "forward", staticmethod(lambda ctx, x, group: x.clone()))
 
 
 def own_part_unsummed(cls, method):
@@ -263,7 +263,7 @@ def gradients_do_not_travel():
         _, _, rows, _ = ctx.way
         return grad.new_zeros(rows, grad.shape[1]), None, None, None, None
 
-    return mock.patch.object(expert._Travel, "backward", staticmethod(backward))
+    return mock.patch.object(expert.Travel, "backward", staticmethod(backward))
 
 
 def routed_by_own_tokens():

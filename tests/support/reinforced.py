@@ -320,7 +320,7 @@ def _of(learnt: RlStepResult) -> dict:
 @contextmanager
 def _cut_after(cut: int | None) -> Iterator[None]:
     """The block ends after so many lines of the record."""
-    kept = RolloutLog._keep
+    kept = RolloutLog.keep
     lines = 0
 
     def keep(self: RolloutLog, line: dict) -> None:
@@ -332,12 +332,12 @@ def _cut_after(cut: int | None) -> Iterator[None]:
         if lines == cut:
             raise Cut
 
-    RolloutLog._keep = keep  # type: ignore[method-assign]
+    RolloutLog.keep = keep  # type: ignore[method-assign]
     try:
         with suppress(Cut):
             yield
     finally:
-        RolloutLog._keep = kept  # type: ignore[method-assign]
+        RolloutLog.keep = kept  # type: ignore[method-assign]
 
 
 def weights(root):

@@ -263,12 +263,12 @@ def _no_mask_on_one_rank(rank):
 
 
 def _no_mask_in_one_turn(rank):
-    inner = ring._rectangles
+    inner = ring.rectangles_of
 
     def rectangles(block, tokens, documents):
         return inner(block, tokens, None if rank == 1 else documents)
 
-    return mock.patch.object(ring, "_rectangles", rectangles)
+    return mock.patch.object(ring, "rectangles_of", rectangles)
 
 
 def _documents_of_the_rows_before(rank):

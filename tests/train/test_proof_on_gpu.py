@@ -76,5 +76,5 @@ def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp
     with suppress(EOFError):
         verb.run_one(resolve(small.config()), tmp_path, steps=1)
     with suppress(EOFError):
-        verb._sweep(small.config(), 1, tmp_path, steps=1)
+        verb.prove_layouts(small.config(), 1, tmp_path, steps=1)
     assert seen == [kept, kept]

@@ -168,7 +168,7 @@ def _go_on(rank, world, run, folder, take):
     mesh = build_mesh(run.plan, rank, here.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
     engine.note_loaded(load(Path(take), engine.pieces(), RankPeers(rank, world)).step)
-    compared, found = module._follow(engine, mesh, run, _batches(), Path(folder), 1, here, None)
+    compared, found = module.follow_run(engine, mesh, run, _batches(), Path(folder), 1, here, None)
     mesh.destroy()
     return compared, found
 
@@ -211,12 +211,12 @@ def _one_chunk():
 
 
 def _divisor_of_one_more_token():
-    inner = module._train_step
+    inner = module.train_one_step
 
     def step(engine, mesh, run, batch, step, inspect):
         return inner(engine, mesh, run, replace(batch, valid_tokens=batch.valid_tokens + 1), step, inspect)
 
-    return mock.patch.object(module, "_train_step", step)
+    return mock.patch.object(module, "train_one_step", step)
 
 
 def _torchs_own_gate():
@@ -289,7 +289,9 @@ def _of_scales(rank, run, scales):
         engine = Engine(run, units(run.shape), mesh)
         try:
             valid = batch.valid_tokens / scale
-            found.append(module._train_step(engine, mesh, run, replace(batch, valid_tokens=valid), 0, None).grad_norm)
+            found.append(
+                module.train_one_step(engine, mesh, run, replace(batch, valid_tokens=valid), 0, None).grad_norm
+            )
         except Fault as fault:
             found.append((fault.message, fault.step, fault.instruction))
     mesh.destroy()

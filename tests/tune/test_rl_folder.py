@@ -154,7 +154,7 @@ def test_the_state_is_saved_where_the_directory_goes_while_weights_are_published
 
 def _sample_late(world: World, job: RlJob, number: int) -> None:
     """A sampler that opens its second version once the run directory is gone."""
-    take, taken = RolloutWorker._take, []
+    take, taken = RolloutWorker.take, []
 
     def late(self: RolloutWorker, version: Path, name: str) -> object:
         taken.append(version)
@@ -166,7 +166,7 @@ def _sample_late(world: World, job: RlJob, number: int) -> None:
             (job.folder.root.parent / "failed").touch()
             raise
 
-    RolloutWorker._take = late
+    RolloutWorker.take = late
     sample_apart(world, job, number)
 
 

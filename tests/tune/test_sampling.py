@@ -22,7 +22,7 @@ from superstep.tune.rl.config import RlConfig, RolloutConfig, check_rl
 from superstep.tune.rl.rl_step import policy_loss
 from superstep.tune.rl.rollout import Episode
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
-from superstep.tune.rl.sampling import RolloutSampler, _Part, require_vocab, seed_of, words_of
+from superstep.tune.rl.sampling import Part, RolloutSampler, require_vocab, seed_of, words_of
 
 TALKS = """
 from superstep.grade.task import Done, Message, Observation, Task
@@ -118,7 +118,7 @@ def test_turns_that_are_a_violation_are_the_last(sampler, environment, words):
     messages = (Message("user", "task"),)
     talk = Episode(messages, words.encoder, words.decoder, ())
     talk.answer([TokenOutput(token=5, drawn_logprob=-1.0, logprob=-1.0)], "stop")
-    assert not sampler._goes_on(_Part(0, 0, environment.task(2, 5)), talk, "stop")
+    assert not sampler._goes_on(Part(0, 0, environment.task(2, 5)), talk, "stop")
     assert talk.with_answer().rollout.violation == "it ends the process"
 
 

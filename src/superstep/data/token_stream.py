@@ -157,16 +157,16 @@ class DocumentCut:
         self.sequences = int(self._pieces_before[-1])
 
     def read(self, number: int, tokens_S: NDArray[np.int64], targets_S: NDArray[np.int64]) -> None:
-        documents, starts, targets = self._locate(np.array([number]))
+        documents, starts, targets = self.locate(np.array([number]))
         start, valid = int(self._split.bounds[documents[0]] + starts[0]), int(targets[0])
         piece = self._split.tokens[start : start + valid + 1]
         tokens_S[:valid] = piece[:-1]
         targets_S[:valid] = piece[1:]
 
     def valid_tokens(self, numbers_N: NDArray[np.int64]) -> int:
-        return int(self._locate(numbers_N)[2].sum())
+        return int(self.locate(numbers_N)[2].sum())
 
-    def _locate(self, numbers_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
+    def locate(self, numbers_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], ...]:
         """For each piece: its document, its start within the document, and its number of targets."""
         documents_N = np.searchsorted(self._pieces_before, numbers_N, side="right") - 1
         starts_N = (numbers_N - self._pieces_before[documents_N]) * self._length

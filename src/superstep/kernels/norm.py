@@ -24,7 +24,7 @@ def takes(x: Tensor, weight_D: Tensor) -> bool:
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """``reference`` by the kernel: fp32 inside, rounded once. The weight's gradient is fp32."""
-    out: Tensor = _rms_norm(x, weight_D, eps)[0]
+    out: Tensor = rms_norm_operator(x, weight_D, eps)[0]
     return out
 
 
@@ -50,7 +50,7 @@ def backward_on_grid(
 
 
 @torch.library.custom_op("superstep::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_operator(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The result, and 1 / rms of each row."""
     x = x.contiguous()
     out, r_R = _empty_norm(x, weight, eps)
@@ -71,7 +71,7 @@ def _rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, is_tr
     return dx, dweight
 
 
-@_rms_norm.register_fake
+@rms_norm_operator.register_fake
 def _empty_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, x.new_empty(x.shape[:-1], dtype=torch.float32)
@@ -95,4 +95,4 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor | None,
     return dx, dweight if is_trained else None, None
 
 
-_rms_norm.register_autograd(_backward, setup_context=_keep)
+rms_norm_operator.register_autograd(_backward, setup_context=_keep)

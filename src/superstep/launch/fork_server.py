@@ -56,7 +56,7 @@ def context_of(worker: Callable[..., Any]) -> BaseContext:
     """The context that starts ranks. The wait for the seed's imports happens here, where it may be interrupted. Raises
     Fault where two seeds died during their imports.
     """
-    if not _has_seed():
+    if not supports_fork_server():
         return multiprocessing.get_context("spawn")
     for _ in range(SEEDS):
         context = fork_context([worker.__module__])
@@ -79,7 +79,7 @@ def begin(module: str, *, is_unused: bool = False) -> None:
         module: the worker's.
         is_unused: whether torch has computed nothing in this process, though it is imported.
     """
-    if not _has_seed():
+    if not supports_fork_server():
         return
     if ("torch" in sys.modules and not is_unused) or threading.active_count() > 1:
         fork_context([module])
@@ -90,7 +90,8 @@ def begin(module: str, *, is_unused: bool = False) -> None:
         fork_context([module])
 
 
-def _has_seed() -> bool:
+def supports_fork_server() -> bool:
+    """Whether this system has one: its socket's path in the temporary folder must be short."""
     return sys.platform == "linux" and len(os.fsencode(tempfile.gettempdir())) <= LONGEST
 
 

@@ -86,7 +86,7 @@ def open_weights(path: Path) -> Weights:
             files = [path / FILE]
         for file in files:
             require_regular(file)
-            _read_header(file)
+            read_header(file)
         opened = [safe_open(file, framework="pt", device="cpu") for file in files]
     except OSError as error:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
@@ -106,7 +106,7 @@ def require_regular(file: Path) -> None:
         raise StateError(f"{file} is no regular file; name a file of weights.")
 
 
-def _read_header(file: Path) -> None:
+def read_header(file: Path) -> None:
     """Read the header first, without Python's lock: if the read blocks, other threads continue."""
     with file.open("rb", buffering=0) as stream:
         size_bytes = int.from_bytes(stream.read(8), "little")

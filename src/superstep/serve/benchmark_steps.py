@@ -102,7 +102,7 @@ def calibrate(shape: ModelShape, serve: ServeConfig, device: DeviceKind, timing:
         folders = [Path(scratch) / str(number) for number in range(len(models))]
         for each, folder in zip(models, folders, strict=True):
             save_random(each, folder)
-        measured = launch_apart(device, serve.tp, _calibrate_rank, folders, serve, timing or Timing())
+        measured = launch_apart(device, serve.tp, calibrate_rank, folders, serve, timing or Timing())
     largest = measured[-1]
     held = max(0.1, largest.linear_bytes / largest.linears)
     samples_of_ranks = [sample for one in measured for sample in one.samples]
@@ -118,13 +118,14 @@ def shapes(shape: ModelShape, tp: int) -> tuple[ModelShape, ...]:
     """
     narrow = min(shape.width, WIDTH) // 2
     return (
-        _scale_shape(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
-        _scale_shape(shape, narrow, LAYERS, VOCAB, tp),
-        _scale_shape(shape, WIDTH, LAYERS, VOCAB, tp),
+        scale_shape(shape, WIDTH, max(1, min(LAYERS, shape.layers) // 3), VOCAB // 2, tp),
+        scale_shape(shape, narrow, LAYERS, VOCAB, tp),
+        scale_shape(shape, WIDTH, LAYERS, VOCAB, tp),
     )
 
 
-def _scale_shape(shape: ModelShape, width: int, layers: int, vocab: int, tp: int) -> ModelShape:
+def scale_shape(shape: ModelShape, width: int, layers: int, vocab: int, tp: int) -> ModelShape:
+    """A smaller model of the same proportions, with heads and ffn that ``tp`` divides."""
     width = max(64, min(shape.width, width, WIDTH) // 64 * 64)
     by = width / shape.width
     group = shape.heads // shape.kv_heads
@@ -155,7 +156,8 @@ def save_random(shape: ModelShape, folder: Path) -> None:
     save_weights(folder, global_tensors(decoder, units(shape)), shape)
 
 
-def _calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[RankMeasurement]:
+def calibrate_rank(world: World, folders: Sequence[Path], serve: ServeConfig, timing: Timing) -> list[RankMeasurement]:
+    """Time the models of ``folders`` on one rank; the first rank returns the figures."""
     mesh = build_mesh(plan_of(folders[0], serve).plan, world.rank, world.device, timeout=timedelta(minutes=5))
     try:
         if world.rank > 0:

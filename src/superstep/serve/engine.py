@@ -278,7 +278,7 @@ class InferenceEngine:
             book_computed(live, chunk, self.pages, end=chunk.end, version=self.info.version)
             return RequestUpdate(request=live.id, prompt=prompt, cached_tokens=cached)
         # The last known token, and each draft token after it, has a row with the logits of the next token.
-        drawn, finish = self._draw_rows(live, [outputs[row] for row in wanted[live.known - chunk.end - 1 :]])
+        drawn, finish = self.draw_rows(live, [outputs[row] for row in wanted[live.known - chunk.end - 1 :]])
         self.speculation.judge(live, [token.token for token in drawn])
         # The token drawn last has no key yet. A rejected draft token has one, which will be overwritten.
         book_computed(live, chunk, self.pages, end=live.known - bool(drawn), version=self.info.version)
@@ -287,7 +287,7 @@ class InferenceEngine:
             self._leave(live)
         return RequestUpdate(request=live.id, prompt=prompt, tokens=tuple(drawn), finish=finish, cached_tokens=cached)
 
-    def _draw_rows(self, live: LiveRequest, rows: Sequence[LogitsRow]) -> tuple[list[TokenOutput], Finish | None]:
+    def draw_rows(self, live: LiveRequest, rows: Sequence[LogitsRow]) -> tuple[list[TokenOutput], Finish | None]:
         """The tokens drawn from consecutive rows, while each equals the draft; and the finish reason, if any."""
         drawn: list[TokenOutput] = []
         for row, guess in zip(rows, (*live.guessed, None), strict=True):

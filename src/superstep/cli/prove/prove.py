@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
             return _run_emulated(run, corpus, options)
         if not options.all:
             return run_one(run, corpus, steps=options.steps)
-        return _sweep(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
+        return prove_layouts(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 
 def _exact(options: ProveOptions, run: Resolved, corpus: Path) -> int:
@@ -124,7 +124,8 @@ def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
     return 0 if verdict.is_proven and is_clean(reports) else 1
 
 
-def _sweep(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
+def prove_layouts(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
+    """Prove every layout of ``world`` ranks; the exit status."""
     runs = list(layouts(config, world))
     if not runs:
         raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")

@@ -131,11 +131,11 @@ def build_exchange(run: Resolved, mesh: Mesh) -> ExpertParallel:
 
 
 def _travel(x: Tensor, going: list[int], coming: list[int], rows: int, group: Group) -> Tensor:
-    out: Tensor = _Travel.apply(x, going, coming, rows, group)  # type: ignore[no-untyped-call]
+    out: Tensor = Travel.apply(x, going, coming, rows, group)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Travel(torch.autograd.Function):
+class Travel(torch.autograd.Function):
     """All-to-all of rows: the first ``going[p]`` to rank p, ``coming[p]`` from it; the gradient goes back.
 
     The result has ``rows`` rows, with zeros after those that arrived: padding rows are not sent.

@@ -33,7 +33,7 @@ from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
 
 # Both rings run at once, on one group.
-_KEYS_TAG, GRADIENTS_TAG = 0, 1
+KEYS_TAG, GRADIENTS_TAG = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,11 @@ class Hop:
         return self.arriving
 
 
-def _round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
+def pass_keys_round(kv: Tensor, group: Group) -> Iterator[tuple[AttentionBlock, Tensor]]:
     """Each block with all keys and values of its source, [2, B, T, K, H]; the next ones arrive meanwhile."""
     mine = blocks(group.rank(), group.size())
     for block in mine:
-        hop = None if block is mine[-1] else Hop.start(kv, group, _KEYS_TAG)
+        hop = None if block is mine[-1] else Hop.start(kv, group, KEYS_TAG)
         yield block, kv
         if hop is not None:
             kv = hop.finish()
@@ -135,7 +135,7 @@ class _Rectangle:
         return kv[:, self.rows, self.keys]
 
 
-def _rectangles(block: AttentionBlock, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
+def rectangles_of(block: AttentionBlock, tokens: int, documents: _Documents | None) -> Iterator[_Rectangle]:
     """The computed rectangles with another rank's keys."""
     if documents is not None:
         yield from documents.rectangles(block)
@@ -164,12 +164,12 @@ def ring_attention(
     documents = _Documents.of(starts, ring)
     q_BNSH = q.transpose(1, 2)
     out_BNSH: Tensor | None = None
-    for block, kv in _round(torch.stack((k, v)), ring):
+    for block, kv in pass_keys_round(torch.stack((k, v)), ring):
         if out_BNSH is None:  # the own keys come first, and every query sees itself
             part, part_lse = _own(q_BNSH, kv, documents, is_compiled=is_compiled)
             out_BNSH, lse_BNS = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
             continue
-        for at in _rectangles(block, q.shape[1], documents):
+        for at in rectangles_of(block, q.shape[1], documents):
             k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
             part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False, is_compiled=is_compiled)
             merge(at.asking(out_BNSH), at.asking(lse_BNS), part, part_lse)
@@ -203,13 +203,13 @@ def _ring_attention_backward(  # noqa: PLR0913
     documents = _Documents.of(starts, ring)
     grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
     hop: Hop | None = None
-    for block, kv in _round(torch.stack((k, v)), ring):
+    for block, kv in pass_keys_round(torch.stack((k, v)), ring):
         if hop is None:  # the own keys come first, whole
             dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
             dq_BNSH, dkv = dq_BNSH.float(), _stack_gradients(dk, dv)
         else:
             dkv = hop.finish()
-            for at in _rectangles(block, q.shape[1], documents):
+            for at in rectangles_of(block, q.shape[1], documents):
                 k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
                 inputs = at.asking(q_BNSH), k_BKTH, v_BKTH
                 whole = at.asking(out_BNSH), at.asking(lse)

@@ -40,7 +40,7 @@ from superstep.numerics.loss import VocabularyColumns, own_columns
 from superstep.plan.rules import Rules
 
 
-class _Gather(GatherWhole):
+class Gather(GatherWhole):
     """Forward gathers the sequence, backward reduce-scatters its gradient."""
 
     @staticmethod
@@ -48,7 +48,7 @@ class _Gather(GatherWhole):
         return scatter_sequence(grad, ctx.group), None
 
 
-class _Scatter(KeepOwn):
+class Scatter(KeepOwn):
     """Forward reduce-scatters along the sequence, backward gathers."""
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Scatter(KeepOwn):
         return scatter_sequence(x, group)
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Forward is the identity, backward sums over tp (the f of Shoeybi 2019, fig. 3)."""
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """Forward sums over tp, backward is the identity (the g of Shoeybi 2019, fig. 3)."""
 
     @staticmethod
@@ -116,13 +116,13 @@ def pass_on(x: Tensor, group: Group) -> Tensor:
 
 
 OVER_TP = Boundaries(
-    whole=Boundary(_Enter.apply, _Leave.apply, _Leave.apply),
-    split=Boundary(_Gather.apply, _Scatter.apply, _Scatter.apply),
+    whole=Boundary(Enter.apply, Leave.apply, Leave.apply),
+    split=Boundary(Gather.apply, Scatter.apply, Scatter.apply),
     end=KeepOwn.apply,
 )
 EXACT_OVER_TP = Boundaries(
-    whole=Boundary(pass_on, pass_on, _Leave.apply),
-    split=Boundary(GatherWhole.apply, KeepOwn.apply, _Scatter.apply),
+    whole=Boundary(pass_on, pass_on, Leave.apply),
+    split=Boundary(GatherWhole.apply, KeepOwn.apply, Scatter.apply),
     end=KeepOwn.apply,
 )
 """Of exact mode: products are whole when they leave. A lookup adds zeros to one number, which is exact."""
@@ -175,7 +175,7 @@ def splitting(
         row(
             "looks up its own rows, output leaves tp",
             lambda path, layer: path in cut and isinstance(layer, nn.Embedding),
-            lambda layer, inner: _vocabulary_lookup(layer, inner, group, seam.leave_lookup),
+            lambda layer, inner: vocabulary_lookup(layer, inner, group, seam.leave_lookup),
         ),
         row(
             "output leaves tp",
@@ -271,9 +271,11 @@ def _rows(layer: nn.Linear, inner: Forward, group: Group, leave: Callable[[Tenso
     return forward
 
 
-def _vocabulary_lookup(
+def vocabulary_lookup(
     layer: nn.Embedding, inner: Forward, group: Group, leave: Callable[[Tensor, Group], Tensor]
 ) -> Forward:
+    """A lookup in a table with rows cut over tp; each rank looks up its own rows, ``leave`` sums over ranks."""
+
     def forward(tokens_BS: Tensor) -> Tensor:
         rows = layer.weight.shape[0]
         local_BS = tokens_BS - group.rank() * rows

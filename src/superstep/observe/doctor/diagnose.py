@@ -62,7 +62,7 @@ _NAMED = ("rank", "step")
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large")
 _CROSSED = re.compile("at another operation|[Tt]imed out|[Tt]imeout")
 """A collective's error where not all ranks have joined it: they joined another one, or it timed out."""
-_HERE = str(Path(__file__).parents[2])
+HERE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ def _hang(observed: RankObservation, run: RunObservation) -> Finding:
 def _users_call(rank: RankObservation) -> str | None:
     """The innermost call in user code: not ours, torch's or Python's."""
     for call in rank.stacks[0] if rank.stacks else ():
-        if call.startswith(_HERE):
+        if call.startswith(HERE):
             return None
         if not re.match(r"<|.*/(site-packages|dist-packages|lib/python3[.\d]*)/", call):
             return call

@@ -41,7 +41,7 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
         raise ConfigError("train.elastic = true needs states in memory; set state.snapshot_every = 1.")
     size, fastest_s = run.plan.mesh.world // hosts, float("inf")
     for count in range(1, hosts):
-        smaller = _smaller(run, count, size)
+        smaller = find_smaller_plan(run, count, size)
         if smaller is not None and smaller.step_s < fastest_s:
             plans[count], fastest_s = smaller.run, smaller.step_s
     if len(plans) == 1:
@@ -53,12 +53,12 @@ def plans_of(run: Resolved, hosts: int) -> dict[int, Resolved]:
     return plans
 
 
-def _smaller(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
+def find_smaller_plan(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
     """The best plan on ``hosts`` hosts with ``size`` ranks each."""
     if choose(run.config.plan.device, size) == "cpu":
         free_bytes = Device("cpu").free_bytes(size)
         return smaller_plan(run, cores(hosts * size, size), free_bytes, snapshot_bytes, is_host=True)
-    name = _gpu()
+    name = local_gpu()
     chip = of_device(name)
     if chip is None:
         raise ConfigError(
@@ -70,7 +70,7 @@ def _smaller(run: Resolved, hosts: int, size: int) -> SmallerPlan | None:
     return smaller_plan(run, cluster, memory_bytes)
 
 
-def _gpu() -> str:
+def local_gpu() -> str:
     """The name of this host's first GPU: torch would use a part of its memory."""
     for place in sorted(DRIVER.glob("*/information")):
         for line in place.read_text(encoding="utf-8").splitlines():

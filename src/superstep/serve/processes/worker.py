@@ -53,12 +53,12 @@ def serve_rank(
         engine, steward = open_both(folder, serve, tp=mesh.tp, device=world.device, matchers=matchers, known=known)
         with Client(address) as pipe:
             pipe.send_bytes(REPORTS.encode(messages.Ready(engine.info, engine.adapters.all)))
-            _obey(engine, steward, pipe)
+            obey(engine, steward, pipe)
     finally:
         mesh.destroy()
 
 
-def _obey(engine: InferenceEngine, steward: EngineController, pipe: Connection) -> None:
+def obey(engine: InferenceEngine, steward: EngineController, pipe: Connection) -> None:
     """Messages in, updates out, until the other end leaves."""
     while True:
         while pipe.poll(WAIT_S if engine.is_idle and not steward.is_busy else 0):

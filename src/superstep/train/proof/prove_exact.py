@@ -126,7 +126,7 @@ def _step(
         for piece in engine.pieces(["gradient"]):
             gradients[f"gradient/{piece.name}"] = piece.values.detach().cpu().view(piece.shape).clone()
 
-    return _train_step(engine, mesh, run, batch, step, keep)
+    return train_one_step(engine, mesh, run, batch, step, keep)
 
 
 def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: Path, relay: Relay) -> ExactVerdict:
@@ -135,11 +135,11 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
     """
     mesh = _mesh(world, run)
     try:
-        compared, different = _follow(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
+        compared, different = follow_run(Engine(run, units_of(run), mesh), mesh, run, batches, folder, 0, world, relay)
         resumed = Engine(run, units_of(run), mesh)
         position = load(relay.take, resumed.pieces(), RankPeers(world.rank, world.size))
         resumed.note_loaded(position.step)
-        again, found_again = _follow(resumed, mesh, run, batches, folder, relay.step, world, None)
+        again, found_again = follow_run(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
         mesh.destroy()
     straight, after = ([d for part in gather(differences) for d in part] for differences in (different, found_again))
@@ -156,7 +156,7 @@ def _first(differences: Sequence[BitDifference]) -> BitDifference | None:
     return min(differences, key=lambda d: (d.step, KINDS.index(d.kind), -d.differing), default=None)
 
 
-def _follow(  # noqa: PLR0913
+def follow_run(  # noqa: PLR0913
     engine: Engine,
     mesh: Mesh,
     run: Resolved,
@@ -170,7 +170,7 @@ def _follow(  # noqa: PLR0913
     compared, differences = 0, list[BitDifference]()
     for step, batch in enumerate(batches[start:], start):
         bits = _Bits(step, folder / f"{step}.safetensors")
-        result = _train_step(engine, mesh, run, batch, step, lambda: bits.compare(engine.pieces(["gradient"])))  # noqa: B023
+        result = train_one_step(engine, mesh, run, batch, step, lambda: bits.compare(engine.pieces(["gradient"])))  # noqa: B023
         bits.number("loss", result.loss)
         bits.number("norm", result.grad_norm)
         bits.compare(engine.pieces(["weight"]))
@@ -213,9 +213,10 @@ class _Bits:
             )
 
 
-def _train_step(
+def train_one_step(
     engine: Engine, mesh: Mesh, run: Resolved, batch: Batch, step: int, inspect: Callable[[], None]
 ) -> StepResult:
+    """One step on this rank's rows of the batch; ``inspect`` is called when the gradients are whole."""
     mine = batch.rows(rows(run.plan, mesh))
     return engine.train_step(
         microbatches_of(mine, run.plan, mesh),

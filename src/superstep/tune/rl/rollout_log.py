@@ -89,21 +89,21 @@ class RolloutLog:
 
     def keep_answers(self, group: TaskGroup) -> None:
         """Record a group's answers."""
-        self._keep(_group_told(group))
+        self.keep(_group_told(group))
 
     def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
         """Record a group's grades."""
         spans = [verdict.graded_s for verdict in verdicts if verdict.graded_s is not None]
         took = (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
-        self._keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
+        self.keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
 
     def exchange(self, place: int, other: int) -> None:
         """Exchange the tasks of two places, with their results."""
-        self._keep({"exchanged": [place, other]})
+        self.keep({"exchanged": [place, other]})
 
     def go_back(self, step: int) -> None:
         """Drop samples of weights after this step: those weights will differ."""
-        self._keep({"rolled_back": step})
+        self.keep({"rolled_back": step})
 
     def leave_out(self, skip: str, groups: int) -> None:
         """Leave tasks out, and drop what was sampled of them and of later ones.
@@ -112,7 +112,7 @@ class RolloutLog:
             skip: an entry of ``train.skip``: after which step, and how many batches.
             groups: of a step, which are its batch.
         """
-        self._keep({"left_out": skip, "groups": groups})
+        self.keep({"left_out": skip, "groups": groups})
 
     @property
     def gaps(self) -> tuple[int, ...]:
@@ -132,13 +132,13 @@ class RolloutLog:
     def publish(self, version: int, path: Path | None) -> None:
         """Record the folder of a version's snapshot; None for one that was passed in memory."""
         name = {} if path is None else {"name": path.name}
-        self._keep({"published": version} | name | {"at_s": round(time.time(), 3)})
+        self.keep({"published": version} | name | {"at_s": round(time.time(), 3)})
 
     def retire(self, version: int) -> None:
         """Record that a version is gone. The process that writes the log removes it."""
         with self.lock:
             path = self.published.get(version)
-            self._keep({"retired": version})
+            self.keep({"retired": version})
             # Two versions of the same bits are one folder.
             if path is not None and self._file is not None and path not in self.published.values():
                 shutil.rmtree(path, ignore_errors=True)
@@ -159,7 +159,7 @@ class RolloutLog:
         if self._file is not None:
             self._file.close()
 
-    def _keep(self, told: dict[str, Any]) -> None:
+    def keep(self, told: dict[str, Any]) -> None:
         with self.lock:
             if self._file is not None:
                 self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")

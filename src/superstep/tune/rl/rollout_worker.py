@@ -172,7 +172,7 @@ class RolloutWorker:
         """
         threads = torch.get_num_threads()
         # A version from a folder is verified by its digests, which name it.
-        engine = self._take(source, "" if isinstance(source, Path) else f"step {version}")
+        engine = self.take(source, "" if isinstance(source, Path) else f"step {version}")
         try:
             if engine is not None:
                 replicas = self._replicas()
@@ -193,7 +193,7 @@ class RolloutWorker:
         finally:
             torch.set_num_threads(threads)  # exact mode uses one
 
-    def _take(
+    def take(
         self, version: Path | Tensors, number: str
     ) -> tuple[InferenceEngine, EngineController, RolloutSampler] | None:
         source = self._settings.start if self._settings.is_beside else version

@@ -138,7 +138,7 @@ class RolloutSampler:
             Fault: the model's logits are not finite.
         """
         begin_s = time.time()
-        parts = [_Part(number, member, task) for number, task in tasks for member in range(self._group)]
+        parts = [Part(number, member, task) for number, task in tasks for member in range(self._group)]
         words, talks = self._words, list[Episode]()
         for _, task in tasks:
             begun = Episode(task.messages, words.encoder, words.decoder, self.engine.info.end_of_text)
@@ -180,7 +180,7 @@ class RolloutSampler:
                 ended.append((news.request, news.finish))
         return ended
 
-    def _ask(self, at: int, part: _Part, talk: Episode) -> None:
+    def _ask(self, at: int, part: Part, talk: Episode) -> None:
         turn = sum(message.role == "assistant" for message in talk.turns)
         sampling = Sampling(
             max_tokens=self._how.max_tokens,
@@ -192,7 +192,7 @@ class RolloutSampler:
         except ConfigError as error:
             raise ConfigError(f"{self._environment.path}: task {part.number}: {error}") from None
 
-    def _goes_on(self, part: _Part, talk: Episode, finish: Finish) -> bool:
+    def _goes_on(self, part: Part, talk: Episode, finish: Finish) -> bool:
         """Whether the model has another turn, after the environment's reply."""
         turns = sum(message.role == "assistant" for message in talk.turns)
         if turns >= self._how.turns or finish == "length":
@@ -206,7 +206,7 @@ class RolloutSampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """One answer to be drawn: its group, its index in it, and the task."""
 
     number: int
