@@ -81,13 +81,13 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
 
 
 def test_older_checkpoints_are_spoken_of_where_there_are_some(place, monkeypatch):
-    monkeypatch.setattr(checkpoint.Saving, "hashes", lambda self: 1 / 0)
+    monkeypatch.setattr(checkpoint.RankSave, "hashes", lambda self: 1 / 0)
     with pytest.raises(Fault) as first:
         saved.write(place / "c", 1)
     assert str(first.value).endswith("the checkpoint cannot be written: ZeroDivisionError: division by zero")
     monkeypatch.undo()
     saved.write(place / "c", 1)
-    monkeypatch.setattr(checkpoint.Saving, "hashes", lambda self: 1 / 0)
+    monkeypatch.setattr(checkpoint.RankSave, "hashes", lambda self: 1 / 0)
     with pytest.raises(Fault, match="cannot be written, and older ones are untouched: ZeroDivisionError"):
         saved.write(place / "c", 2)
 

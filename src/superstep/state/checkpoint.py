@@ -87,7 +87,7 @@ def save(
         Fault: it cannot be written: on every rank the same, of the first rank that failed; a DiskFault for an error of
             the disk. Earlier checkpoints are not touched.
     """
-    saving = Saving(folder, peers)
+    saving = RankSave(folder, peers)
     try:
         saving.together(lambda: saving.begin(pieces, tensors))
         shares = share_out(saving.together(saving.claim))
@@ -103,7 +103,7 @@ def save(
     return sum(file.total for file in saving.files.values())
 
 
-class Saving:
+class RankSave:
     """One rank's part of a save, step by step."""
 
     def __init__(self, folder: Path, peers: Peers) -> None:
