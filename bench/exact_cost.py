@@ -62,7 +62,7 @@ def pairs_of_steps(world: World, name: str, dtype: str, pairs: int) -> list[dict
     for pair in range(pairs + 1):
         order = sides if pair % 2 else sides[::-1]
         spent = {id(side): side.step() for side in order}
-        every = gather([spent[id(side)] for side in sides])
+        every = gather([spent[id(side)] for side in sides], list[tuple[float, float]])
         if pair:  # the first one warms up
             fast, exact = ([rank[i] for rank in every] for i in range(2))
             found.append(

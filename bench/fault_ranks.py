@@ -33,7 +33,7 @@ class Linked:
     size: int
     pipe: Connection
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, form: Any) -> list[Any]:
         """Every rank's value."""
         self.pipe.send(value)
         found: list[Any] = self.pipe.recv()

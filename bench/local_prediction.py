@@ -96,9 +96,9 @@ def turns(world: World, run: Resolved, seen: tuple[UnitOperations, ...], rounds:
         machine = measure_here(run, seen, world, TimingOptions(device=Device("cpu"), budget_s=0.01))
         found.append(
             {
-                "measured_s": max(gather(statistics.median(steps))),
-                "measured_cpu_s": sum(gather(cpu_s)),
-                "predicted_s": statistics.median(gather(predict(run, machine, seen).step_s)),
+                "measured_s": max(gather(statistics.median(steps), float)),
+                "measured_cpu_s": sum(gather(cpu_s, float)),
+                "predicted_s": statistics.median(gather(predict(run, machine, seen).step_s, float)),
             }
         )
     stay = engine.bytes()
@@ -107,7 +107,7 @@ def turns(world: World, run: Resolved, seen: tuple[UnitOperations, ...], rounds:
         engine.train_step(batch, valid_tokens=size * tokens, lr=1e-3, record=watch)
     peak = max(alive + moved for alive, moved in zip(watch.alive, watch.transient, strict=True))
     held = stay.params + stay.gradients + stay.optimizer + peak
-    found = [{**each, "measured_bytes": max(gather(held))} for each in found]
+    found = [{**each, "measured_bytes": max(gather(held, int))} for each in found]
     mesh.destroy()
     return found
 

@@ -86,13 +86,13 @@ def _rank(world: World, run: Resolved, pairs: int) -> dict[str, Any]:
             begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
             engine.train_step(parts, valid_tokens=tokens.numel(), lr=1e-4)
             took_s, cpu_s = time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
-            told = gather((took_s, cpu_s))
+            told = gather((took_s, cpu_s), tuple[float, float])
             if number >= WARM:
                 seconds[name].append(max(took for took, _ in told))
                 cpu[name].append(sum(each for _, each in told))
     instructions = engine.step_program.ranks[mesh.at.pp]
     call_s = _calls_s(heart, instructions) - _calls_s(NoHeartbeats(), instructions)
-    calls = gather(call_s)
+    calls = gather(call_s, float)
     heart.stop()
     mesh.destroy()
     return {"instructions": len(instructions), "seconds": seconds, "cpu_seconds": cpu, "calls_s": max(calls)}

@@ -205,7 +205,7 @@ def _timed(work: Callable[[], object]) -> float:
     barrier(CPU)
     begin_s = time.perf_counter()
     work()
-    return max(gather(time.perf_counter() - begin_s))
+    return max(gather(time.perf_counter() - begin_s, float))
 
 
 def _forget(place: Path) -> None:
@@ -221,7 +221,7 @@ def _rank(world: World, run: Resolved, handles: Handles, folder: Path, repeats: 
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
-        seconds.setdefault(name, []).append(max(gather(value)))
+        seconds.setdefault(name, []).append(max(gather(value, float)))
 
     peaks: list[int] = []
     for number in range(WARM + repeats):
@@ -253,9 +253,9 @@ def _rank(world: World, run: Resolved, handles: Handles, folder: Path, repeats: 
                 shutil.rmtree(place)
         barrier(CPU)
     found = {
-        "bytes": sum(gather(sitting.bytes)),
+        "bytes": sum(gather(sitting.bytes, int)),
         "seconds": {name: {"median": median(each), "all": each} for name, each in seconds.items()},
-        "load_peak_bytes": max(gather(max(peaks[WARM:]))),
+        "load_peak_bytes": max(gather(max(peaks[WARM:]), int)),
         "largest_tensor_bytes": sitting.largest_bytes(),
     }
     sitting.close()

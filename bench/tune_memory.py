@@ -103,7 +103,7 @@ def taken(world: World, job: RlJob) -> int:
     """The peak of the fullest rank."""
     with counted() as peak:
         reinforce(world, job)
-    return max(gather(peak()))
+    return max(gather(peak(), int))
 
 
 def predicted(job: RlJob) -> tuple[int, dict[str, int]]:

@@ -26,8 +26,6 @@ OBJECTS = {
 }
 ALLOWED = {
     ("launch.ranks", "pickle"): "calls and results of the launcher's own children, over pipes that it made",
-    ("comm.objects", "all_gather_object"): "between the ranks of one process group, which run the same code with the "
-    "rights of one user; what state and train gather has no closed type, and holds errors",
     ("launch.fork_server", "multiprocessing.reduction"): "descriptors that go to a child of this process",
     ("launch.hosts.follow_orders", "recv"): "a pipe inside one process; what comes over the network is JSON",
 }

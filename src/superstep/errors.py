@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import difflib
 import errno
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -124,6 +125,57 @@ class CollectiveError(Fault, RuntimeError, ValueError):
 
 class DiskFault(Fault):
     """The system could not write or read a file. What was to be written is in memory still, and may be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorMessage:
+    """An error as plain data, for another process.
+
+    Attributes:
+        kind: the name of its class; of a class of another module, of the nearest base class here.
+        words: its message, the first of ``args``.
+        fields: its attributes that are plain data.
+    """
+
+    kind: str
+    words: str
+    fields: Mapping[str, str | int | float]
+
+    @classmethod
+    def of(cls, error: SuperstepError) -> ErrorMessage:
+        """The message of an error."""
+        kind = next(each for each in type(error).__mro__ if each in _SENT)
+        fields = {name: value for name, value in vars(error).items() if type(value) in (str, int, float)}
+        texts = {name: _valid(value) for name, value in fields.items() if isinstance(value, str)}
+        return cls(kind.__name__, _valid(str(error)), fields | texts)
+
+    def error(self) -> SuperstepError:
+        """The error, without its cause. Raises ValueError where this version has no such class."""
+        kind = next((each for each in _SENT if each.__name__ == self.kind), None)
+        if kind is None:
+            raise ValueError(f"'{self.kind}' is no error of this version")
+        error = kind.__new__(kind, self.words)
+        vars(error).update(self.fields)
+        return error
+
+
+_SENT = (
+    SuperstepError,
+    UserError,
+    ConfigError,
+    DataError,
+    StateError,
+    DamagedCheckpoint,
+    Fault,
+    RankLost,
+    CollectiveError,
+    DiskFault,
+)
+
+
+def _valid(text: str) -> str:
+    """A text as UTF-8 has it: the name of a file may be none."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

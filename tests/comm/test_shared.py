@@ -194,7 +194,7 @@ def test_who_sleeps_is_woken_and_does_not_look_now_and_then(pool):
 def _looks(rank, world):
     group = group_of(rank, world)
     work = dist.all_reduce(total := torch.ones(1), group=group, async_op=True)
-    gather("has begun")
+    gather("has begun", str)
     deadline = time.monotonic() + 10
     while not work.is_completed():
         assert time.monotonic() < deadline

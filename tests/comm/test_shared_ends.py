@@ -116,7 +116,7 @@ def _closed_beside(rank, world):
         time.sleep(0.3)
         group.shutdown()
         waiting.join(10)
-    gather("here")
+    gather("here", str)
     return told
 
 
@@ -183,7 +183,7 @@ def _waits(rank, world):
         dist.destroy_process_group(group)
         with pytest.raises(dist.DistBackendError, match="the group was closed here"):
             work.wait()
-    gather("here")
+    gather("here", str)
     return "here"
 
 

@@ -51,7 +51,7 @@ def test_a_collective_is_timed_without_the_compute_before_it(monkeypatch):
 
     monkeypatch.setattr(probe_collectives.torch, "mm", lambda *args: queue(1.0))
     monkeypatch.setattr(probe_collectives, "barrier", lambda device, group: None)
-    monkeypatch.setattr(probe_collectives, "gather", lambda value: [value])
+    monkeypatch.setattr(probe_collectives, "gather", lambda value, form: [value])
     monkeypatch.setattr(
         probe_collectives, "_work", lambda name, buffer, group: lambda: queue(1e-3 + buffer.nbytes * 1e-9)
     )

@@ -187,7 +187,7 @@ def compared(rank, world):
 
     offset = offset_to_rank_0(Device("cpu"), clock=clock, host=HOSTS[rank])
     before_s = clock() + offset.seconds
-    gather(rank)
+    gather(rank, int)
     after_s = clock() + offset.seconds
     alike = offset_to_rank_0(Device("cpu"), clock=clock, host="a")
     return offset, alike.seconds, (before_s, after_s)

@@ -31,7 +31,7 @@ def _meet(world):
 def _well(world, factor):
     print("rank", world.rank, file=sys.stderr)
     _meet(world)
-    return [rank * factor for rank in gather(world.rank)], torch.get_num_threads(), os.getpid()
+    return [rank * factor for rank in gather(world.rank, int)], torch.get_num_threads(), os.getpid()
 
 
 def _wrong(world):
@@ -86,7 +86,7 @@ def _meeting(world, wanted):
     """Waits for a party, or is one that is waited for and killed."""
     if not wanted:
         (world.folder / "there").touch()
-        return gather(world.rank)
+        return gather(world.rank, int)
     while not (world.folder / "there").exists():
         time.sleep(0.01)
     if wanted == "killed":

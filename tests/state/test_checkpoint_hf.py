@@ -32,8 +32,8 @@ class Ranks:
     rank: int
     size: int
 
-    def gather(self, value):
-        return gather(value)
+    def gather(self, value, form):
+        return gather(value, form)
 
 
 def _train_and_save(rank, world, plan, tied, qk_norm, folder):
@@ -45,7 +45,7 @@ def _train_and_save(rank, world, plan, tied, qk_norm, folder):
     parts = microbatches(batch.tokens_BS[mine], batch.targets_BS[mine], run.plan, mesh)
     engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=1e-2)
     shapes = {}
-    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}, dict[str, tuple[int, ...]]):
         shapes |= part
     place = checkpoint_at(Path(folder), 1)
     beside = {"config.json": json.dumps(to_hf_config(run.shape))}

@@ -212,7 +212,7 @@ def test_the_first_error_is_everyones(name):
                 raise error if peers.rank == 1 else RuntimeError("a later rank's")
             return peers.rank
 
-        return together(peers, work, lambda error: Fault(f"described {error}"))
+        return together(peers, work, lambda error: Fault(f"described {error}"), int)
 
     found = saved.on_threads(3, one)
     assert [type(answer) for answer in found] == [kind] * 3
@@ -224,8 +224,8 @@ class Ranks:
     rank: int
     size: int
 
-    def gather(self, value):
-        return gather(value)
+    def gather(self, value, form):
+        return gather(value, form)
 
 
 def _mine(rank, world, fill=saved.truth):

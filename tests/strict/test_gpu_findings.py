@@ -98,7 +98,7 @@ def test_scores_of_grouped_heads_in_fp32_are_not_made_whole(width, monkeypatch):
 
 def contexts_after_a_barrier(world):
     dist.barrier()
-    return gather(device_module().contexts())
+    return gather(device_module().contexts(), set[int])
 
 
 class UnboundSeat(ranks.RankSlot):

@@ -74,7 +74,7 @@ def skip_each(rank, world, config, most):
 
         assert races() == {}
         waits = list(skips.waits)
-        count = max(gather(len(waits)))  # ranks of a pipeline may have one more
+        count = max(gather(len(waits), int))  # ranks of a pipeline may have one more
         found = {number: races(number) for number in range(1, count + 1, -(-count // most))}
         mesh.destroy()
     return waits, found

@@ -129,7 +129,7 @@ def train(rank, world, run, place):
     written.rename(folder.root / f"rank-{rank}")
     threading.Thread(target=_leave, args=(folder.root,), daemon=True).start()
     for each in report_waits(heart, planted.batches(parts)):
-        planted.now = gather((folder.root / "now").read_text() if rank == 0 else "")[0]
+        planted.now = gather((folder.root / "now").read_text() if rank == 0 else "", str)[0]
         engine.train_step(each, valid_tokens=batch.valid_tokens, lr=1e-3)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from superstep.comm.codec import Codec
 from superstep.state.checkpoint import save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
@@ -24,12 +25,14 @@ class Alone:
     rank: int = 0
     size: int = 1
 
-    def gather(self, value):
+    def gather(self, value, form):
         return [value]
 
 
 class Meeting:
-    """Where ranks that are threads gather; ``between`` is called by each rank once all have come."""
+    """Where ranks that are threads gather messages, as processes do; ``between`` is called by each rank once all have
+    come.
+    """
 
     def __init__(self, size, between=lambda rank: None):
         self.size = size
@@ -37,10 +40,11 @@ class Meeting:
         self._values = [None] * size
         self._barrier = threading.Barrier(size, timeout=30)
 
-    def gather(self, rank, value):
-        self._values[rank] = value
+    def gather(self, rank, value, form):
+        codec = Codec(form)
+        self._values[rank] = codec.encode(value)
         self._barrier.wait()
-        found = list(self._values)
+        found = [codec.decode(each) for each in self._values]
         self.between(rank)
         self._barrier.wait()
         return found
@@ -55,8 +59,8 @@ class Thread:
     def size(self):
         return self.meeting.size
 
-    def gather(self, value):
-        return self.meeting.gather(self.rank, value)
+    def gather(self, value, form):
+        return self.meeting.gather(self.rank, value, form)
 
 
 def on_threads(size, work, between=lambda rank: None):

@@ -22,7 +22,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.flat import snapshots
 from superstep.engine.measure import probe_kernels
 from superstep.strict.load import configure
-from superstep.strict.monitor import Monitor
+from superstep.strict.monitor import Monitor, Report
 from superstep.strict.settings import Settings
 
 SETTINGS = Settings(devices=8, device_bytes=8 << 30)
@@ -75,7 +75,7 @@ def measured(world, *args):
     quicker = partial(probe_kernels.TimingOptions, clock=lambda: time.perf_counter() / 1000)
     with measured_little.measuring_little(), mock.patch.object(measure, "TimingOptions", quicker):
         found = measure._rank(world, *args)
-    reports = gather(monitor.report())
+    reports = gather(monitor.report(), Report)
     assert [(each.races, each.contexts) for each in reports] == [({}, {rank}) for rank in range(world.size)]
     return found
 

@@ -146,7 +146,7 @@ def _prove_own(rank, world, plans, folder):
         if rank == 0 and not Path(folder).exists():
             Path(folder).mkdir()
             write_reference(_both_at_work(run, specs), run.config.train, batches, Path(folder))
-        gather(None)
+        gather(None, None)
         specs = _both_at_work(run, specs)
         found.append(prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=specs))
     return found

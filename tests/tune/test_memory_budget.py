@@ -116,7 +116,7 @@ def test_ranks_apart_that_have_no_room_are_refused_beforehand(start, tmp_path, m
 
 def test_on_a_gpu_communicators_need_room_too(start, tmp_path, monkeypatch):
     """Trainers of two ranks have three groups of NCCL; a sampler that is alone has none."""
-    monkeypatch.setattr(disaggregated, "gather", lambda value: [value])
+    monkeypatch.setattr(disaggregated, "gather", lambda value, form: [value])
     job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart", "ranks": 2}, dp=2)
     serve = serve_of(job.run, job.rollout)
     pages = pages_for(job.run, serve, 1 << 40)

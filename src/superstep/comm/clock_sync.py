@@ -44,11 +44,11 @@ def offset_to_rank_0(
         host: the name of the clock; None means this machine since its start.
     """
     host = host or running_system()
-    hosts = gather(host)
+    hosts = gather(host, str)
     if len(set(hosts)) == 1:
         return ClockOffset(0.0, 0.0)
     best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda found: found.within_s)
-    offsets = gather(best)
+    offsets = gather(best, ClockOffset)
     if host == hosts[0]:
         return ClockOffset(0.0, 0.0)
     return min((f for f, whose in zip(offsets, hosts, strict=True) if whose == host), key=lambda f: f.within_s)

@@ -109,7 +109,7 @@ class Optimizer:
                 squares[:3] += square_sum(part)
             summed: list[int] = sum_over(squares, self._world).tolist()
             if summed[3]:
-                raise OutOfRange(next(message for message in gather(excess.message()) if message))
+                raise OutOfRange(next(message for message in gather(excess.message(), str) if message))
             excess.clear()
             everything: list[float] = sum_over(numbers, self._world).tolist()
             require_exact_loss(everything[0])

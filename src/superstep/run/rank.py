@@ -82,7 +82,7 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
             if text := damage(job.folder.metrics):
                 sink.write(Warned(step=position.step, text=text))
         # Before the first step, hang detection uses a multiple of the predicted time.
-        world.heart.expect(gather(predicted_step_s)[0] or 0.0)
+        world.heart.expect(gather(predicted_step_s, float | None)[0] or 0.0)
         position = train(trainer, position, sink)
     # Not after a failure: then the process ends, and waiting for lost ranks would hide the reason.
     trainer.close()

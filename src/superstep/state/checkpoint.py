@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -54,6 +54,9 @@ from superstep.state.tensor_file import (
 )
 from superstep.state.tensor_piece import TensorPiece, Tensors, bytes_of, runs
 from superstep.state.verify import verify
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 T = TypeVar("T")
 
@@ -90,11 +93,15 @@ def save(
     saving = RankSave(folder, peers)
     try:
         saving.together(lambda: saving.begin(pieces, tensors))
-        shares = share_out(saving.together(saving.claim))
-        parcels = saving.together(lambda: saving.write(shares))
+        shares = share_out(saving.gather(saving.claim, Claim))
+        parcels = saving.gather(lambda: saving.write(shares), list[int])
         if any(parcels):
             saving.together(lambda: saving.unpack(shares, parcels))
-        hashes = {name: file_digest for part in saving.together(saving.hashes) for name, file_digest in part.items()}
+        hashes = {
+            name: file_digest
+            for part in saving.gather(saving.hashes, dict[str, str])
+            for name, file_digest in part.items()
+        }
         saving.together(confirm)
         saving.together(lambda: saving.publish(position, hashes, beside))
     except SuperstepError:
@@ -113,9 +120,13 @@ class RankSave:
         self.files: Mapping[str, TensorFile] = {}
         self._mine: list[tuple[TensorPiece, str, int]] = []
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def together(self, work: Callable[[], None]) -> None:
         """Do a step on every rank."""
-        return together(self.peers, work, self._unwritable)
+        together(self.peers, work, self._unwritable)
+
+    def gather(self, work: Callable[[], T], form: TypeForm[T]) -> list[T]:
+        """Do a step on every rank; its results, of this type."""
+        return together(self.peers, work, self._unwritable, form)
 
     def begin(self, pieces: Iterable[TensorPiece], tensors: Tensors) -> None:
         """Collect the pieces to write; rank 0 makes the folder and the files."""
@@ -229,17 +240,18 @@ def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
     def unreadable(error: Exception) -> StateError:
         return StateError(f"{folder} cannot be read ({error}); resume from another.")
 
-    def every(work: Callable[[], T]) -> list[T]:
-        return together(peers, work, unreadable)
+    def read() -> Manifest | None:
+        return read_manifest(folder) if peers.rank == 0 else None
 
-    manifest = every(lambda: read_manifest(folder) if peers.rank == 0 else None)[0]
+    manifest = together(peers, read, unreadable, Manifest | None)[0]
     assert manifest is not None
     wanted = list(pieces)
-    foreign = [problem for part in every(lambda: _foreign(manifest, wanted)) for problem in part]
+    parts = together(peers, lambda: _foreign(manifest, wanted), unreadable, list[str])
+    foreign = [problem for part in parts for problem in part]
     if foreign:
         raise StateError(f"{folder} is of another model: {foreign[0]}; name the model that wrote it.")
     verify(folder, peers)
-    every(lambda: _fill(folder, manifest, wanted))
+    together(peers, lambda: _fill(folder, manifest, wanted), unreadable)
     return manifest.position
 
 

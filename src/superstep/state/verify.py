@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from superstep.errors import DamagedCheckpoint, DiskFault, Fault, StateError, SuperstepError, disk_fault
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint_dirs import checkpoints, is_crowded, prune, set_aside
 from superstep.state.manifest import MANIFEST, Manifest, read_manifest
 from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of, size_of
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 T = TypeVar("T")
 
@@ -28,7 +31,7 @@ class SingleProcess:
     rank: int = 0
     size: int = 1
 
-    def gather(self, value: T) -> list[T]:
+    def gather(self, value: T, form: TypeForm[T]) -> list[T]:
         return [value]
 
 
@@ -66,7 +69,7 @@ def verify(
     """
     peers = peers or SingleProcess()
     unreadable = unreadable or _unreadable(folder, "resume from another")
-    manifest = together(peers, lambda: glance(folder) if peers.rank == 0 else None, unreadable)[0]
+    manifest = together(peers, lambda: glance(folder) if peers.rank == 0 else None, unreadable, Manifest | None)[0]
     assert manifest is not None
     _require_tensors(folder, manifest, peers, unreadable)
     return manifest
@@ -87,7 +90,7 @@ def verify_weights(folder: Path, peers: Peers | None = None) -> None:
     def look() -> Manifest | None:
         return glance(folder) if peers.rank == 0 and (folder / MANIFEST).is_file() else None
 
-    manifest = together(peers, look, unreadable)[0]
+    manifest = together(peers, look, unreadable, Manifest | None)[0]
     if manifest is None:
         return
     weights = {name: at for name, at in manifest.tensors.items() if at.file in (FILES["weight"], ADAPTER_FILE)}
@@ -102,7 +105,7 @@ def _require_tensors(
     folder: Path, manifest: Manifest, peers: Peers, unreadable: Callable[[Exception], SuperstepError]
 ) -> None:
     """Verify every tensor of a manifest; each rank reads its share."""
-    for wrong in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable):
+    for wrong in together(peers, lambda: _wrong_tensors(folder, manifest, peers), unreadable, list[str]):
         if wrong:
             raise DamagedCheckpoint(f"{folder} is damaged: {wrong[0]}")
 
@@ -139,7 +142,14 @@ def is_there(peers: Peers, place: Path) -> bool:
     def unreadable(error: Exception) -> Fault:
         return disk_fault(error, place.parent, what="read")
 
-    return together(peers, lambda: not peers.rank and place in checkpoints(place.parent), unreadable)[0]
+    return together(peers, lambda: not peers.rank and place in checkpoints(place.parent), unreadable, bool)[0]
+
+
+def checkpoints_of(root: Path, peers: Peers, unreadable: Callable[[Exception], SuperstepError]) -> list[Path]:
+    """The checkpoints in a folder, as rank 0 reads it: on a network file system other ranks may see an older state.
+    Every rank calls this together.
+    """
+    return together(peers, lambda: [] if peers.rank else checkpoints(root), unreadable, list[Path])[0]
 
 
 def drop_old(newest: Path, keep: int, peers: Peers) -> tuple[str, ...]:
@@ -160,12 +170,13 @@ def drop_old(newest: Path, keep: int, peers: Peers) -> tuple[str, ...]:
         except OSError as error:
             return False, (disk_fault(error, root, what="read").message,)
 
-    is_full, problems = peers.gather(look() if peers.rank == 0 else None)[0] or (False, ())
+    looked = look() if peers.rank == 0 else None
+    is_full, problems = peers.gather(looked, tuple[bool, tuple[str, ...]] | None)[0] or (False, ())
     if is_full:
         _require_whole(newest, peers)
     if not problems and peers.rank == 0:
         problems = prune(root, keep)
-    return peers.gather(problems)[0]
+    return peers.gather(problems, tuple[str, ...])[0]
 
 
 def _require_whole(newest: Path, peers: Peers) -> None:
@@ -175,7 +186,7 @@ def _require_whole(newest: Path, peers: Peers) -> None:
     try:
         verify(newest, peers, unreadable)
     except (DamagedCheckpoint, DiskFault) as error:
-        together(peers, lambda: None if peers.rank else set_aside(newest), unreadable)
+        together(peers, lambda: None if peers.rank else set_aside(newest), unreadable, Path | None)
         why = error.why if isinstance(error, DamagedCheckpoint) else error.message
         raise DiskFault(
             f"a checkpoint that has just been written is not whole, and is moved aside; older ones are untouched: {why}"

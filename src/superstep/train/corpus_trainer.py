@@ -178,4 +178,4 @@ class CorpusTrainer(Trainer):
 
     def retry_step_s(self) -> float | None:
         """Typical seconds of a step. Every rank calls this together."""
-        return self.peers.gather(self.meter.typical_step_s())[0]
+        return self.peers.gather(self.meter.typical_step_s(), float | None)[0]

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import DamagedCheckpoint, StateError
-from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside
 from superstep.state.manifest import Position
-from superstep.state.verify import nothing_whole
+from superstep.state.verify import checkpoints_of, nothing_whole
 from superstep.train.trainer import Trainer
 
 
@@ -58,8 +57,7 @@ def resume(trainer: Trainer, root: Path) -> ResumePoint:
     def unreadable(error: Exception) -> StateError:
         return StateError(f"{root} cannot be read ({error}); fix this, then resume.")
 
-    # Only one rank reads the folder: on a network file system other ranks may see an older state.
-    folders = together(trainer.peers, lambda: [] if trainer.peers.rank else checkpoints(root), unreadable)[0]
+    folders = checkpoints_of(root, trainer.peers, unreadable)
     damaged: dict[Path, str] = {}
     for folder in reversed(folders):
         try:

@@ -20,6 +20,8 @@ from superstep.observe.events import Corrupted, Event, Fingerprinted, RolledBack
 from superstep.state.all_or_none import together
 from superstep.state.checkpoint_dirs import checkpoints, set_aside, step_of
 from superstep.state.manifest import Position
+from superstep.state.snapshots.memory_snapshot import DamagedSnapshot
+from superstep.state.verify import checkpoints_of
 from superstep.train.policy.corruption_check import Corruption, How, ranks_text
 from superstep.train.policy.spike_detector import SkippedStep
 from superstep.train.trainer import Trainer
@@ -143,7 +145,7 @@ def tell(trainer: Trainer, corruption: Corruption, how: How, step: int, report: 
 
 def tell_refused(trainer: Trainer, step: int, report: Callable[[Event], None]) -> None:
     """Report the rank with a damaged snapshot, which was not written to disk. Every rank calls this together."""
-    refused = trainer.peers.gather(trainer.copies.take_refused())[0]
+    refused = trainer.peers.gather(trainer.copies.take_refused(), DamagedSnapshot | None)[0]
     if refused is not None:
         report(
             Corrupted(
@@ -195,13 +197,13 @@ def _states(trainer: Trainer, position: Position, aim: int) -> tuple[list[State]
     """
     trainer.copies.drain()
     peers = trainer.peers
-    in_memory: list[State] = [(step, None) for step in set.intersection(*peers.gather(trainer.copies.steps()))]
+    steps = peers.gather(trainer.copies.steps(), set[int])
+    in_memory: list[State] = [(step, None) for step in set.intersection(*steps)]
 
     def unreadable(error: Exception) -> Fault:
         return disk_fault(error, trainer.folder.checkpoints, what="read")
 
-    # Only one rank reads the folder: on a network file system other ranks may see an older state.
-    on_disk = together(peers, lambda: [] if peers.rank else checkpoints(trainer.folder.checkpoints), unreadable)[0]
+    on_disk = checkpoints_of(trainer.folder.checkpoints, peers, unreadable)
     states = in_memory + [(step_of(path), path) for path in on_disk]
     # Of one step, memory comes first.
     states = sorted((s for s in states if s[0] < position.step), key=lambda s: (s[0], s[1] is None), reverse=True)

@@ -56,7 +56,7 @@ class ThroughputMeter:
 
     def ask_memory(self) -> None:
         """Exchange the memory of all ranks. Every rank calls this together."""
-        self._memory_bytes = max(gather(self._device.memory_bytes()))
+        self._memory_bytes = max(gather(self._device.memory_bytes(), int))
 
     def took(self, step_s: float) -> None:
         self._steps_s.append(step_s)
@@ -74,7 +74,7 @@ class ThroughputMeter:
         """
         if self._device.kind == "cpu":
             return None
-        return max(gather(self._device.peak_bytes() - self._before_bytes))
+        return max(gather(self._device.peak_bytes() - self._before_bytes, int))
 
     def elapsed_s(self) -> float:
         """Seconds since this process began."""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -143,8 +144,11 @@ class Trainer:
         def unreadable(error: Exception) -> StateError:
             return StateError(f"model.weights = '{folder}' cannot be read ({error}).")
 
+        def find() -> Path | None:
+            return None if self.peers.rank else weights_of(folder)
+
         # One rank decides: another run may be writing the next checkpoint.
-        weights = together(self.peers, lambda: weights_of(folder) if not self.peers.rank else None, unreadable)[0]
+        weights = together(self.peers, find, unreadable, Path | None)[0]
         assert weights is not None
         verify_weights(weights, self.peers)
         if self.run.config.lora is not None:
@@ -220,7 +224,7 @@ class Trainer:
             Damaged: a rank's copy has other bits than were copied; on every rank the same, before anything is changed.
         """
         assert self.copies.snapshots is not None
-        is_damaged = self.peers.gather(self.copies.snapshots.is_damaged(step))
+        is_damaged = self.peers.gather(self.copies.snapshots.is_damaged(step), bool)
         if any(is_damaged):
             raise DamagedCheckpoint(
                 f"{ranks_text([r for r, each in enumerate(is_damaged) if each])}: {damaged_text(step)}"
@@ -237,7 +241,8 @@ class Trainer:
         taken = [line for line in known if line.get("event") == "step" and line["step"] <= position.step]
         wanted = [line for line in known if line.get("event") == "rolled_back"] + taken[-spikes.window_steps :]
         saved = [] if self.peers.rank else checkpoints(self.folder.checkpoints)
-        lines, newest = self.peers.gather((wanted, step_of(saved[-1]) if saved else 0))[0]
+        mine = wanted, step_of(saved[-1]) if saved else 0
+        lines, newest = self.peers.gather(mine, tuple[list[dict[str, Any]], int])[0]
         spikes.recall(lines, position.step)
         self.saves.note_saved(newest)
 

@@ -135,7 +135,7 @@ class Dpo:
             # A resumed run does not need its initial weights.
             return bool({**wanted, "weights": wanted["weights"] or mark.get("weights")} == mark)
 
-        return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable)[0]
+        return together(pupil.peers, lambda: look() if pupil.peers.rank == 0 else False, _unreadable, bool)[0]
 
     def remember(self, pupil: CurrentModel) -> None:
         """Compute the references, unless they exist. Every rank calls this together."""

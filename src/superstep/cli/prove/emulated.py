@@ -44,7 +44,7 @@ def prove_emulated(world: World, case: ProofCase) -> tuple[ProofVerdict, list[Ra
         steps.append(monitor.report())
         monitor.record(is_recording=number + 1 == WARM_STEPS)
     verdict = prove_case(world, case)
-    return verdict, gather(RankReport(steps[-1], (*steps, monitor.report())))
+    return verdict, gather(RankReport(steps[-1], (*steps, monitor.report())), RankReport)
 
 
 def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:

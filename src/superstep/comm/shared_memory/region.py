@@ -14,12 +14,12 @@ import ctypes
 import fcntl
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
+from superstep.comm.objects import gather
 from superstep.comm.shared_memory.channel import is_compiled, library
 from superstep.state.file_shares import running_system
 
@@ -96,12 +96,12 @@ class _Offer:
     is_ready: bool
 
 
-def shared_region(rank: int, world: int, gather: Callable[[Any], list[Any]]) -> tuple[Region | None, str]:
+def shared_region(rank: int, world: int) -> tuple[Region | None, str]:
     """The file of this rank's host; or None, and why, where a rank cannot have its own. Every launched rank calls this
-    together. ``gather``: gives every rank's value to every rank.
+    together.
     """
     offer = _offer()
-    offers = [each for each in gather(offer) if each is not None]
+    offers = [each for each in gather(offer, _Offer | None) if each is not None]
     if offer is None or len(offers) < world:
         if offer is not None:
             os.close(offer.file)
@@ -112,13 +112,13 @@ def shared_region(rank: int, world: int, gather: Callable[[Any], list[Any]]) -> 
         # One rank of a host compiles, and the others wait for it.
         if first == offer:
             library()
-        gather(None)
+        gather(None, None)
     built, region = library(), None
     if built.library is not None:
         with contextlib.suppress(OSError):
             file = _open_locked(offer.file, rank) if first == offer else _open_offer(first, rank)
             region = Region(file, [names.index(name) for name in names], rank, built.library)
-    has_all = all(gather(region is not None))
+    has_all = all(gather(region is not None, bool))
     # Only now: until then another rank may be about to open it.
     if region is None or region.file != offer.file:
         os.close(offer.file)

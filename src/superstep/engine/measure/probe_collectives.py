@@ -73,7 +73,7 @@ def _rate(name: Collective, group: Group, gauge: TimingOptions) -> CollectiveRat
             work()
             gauge.device.synchronize()
             taken.append(gauge.clock() - start_s)
-        points.append((4 * numel, max(gather(statistics.median(taken)))))
+        points.append((4 * numel, max(gather(statistics.median(taken), float))))
     latency_s, bytes_per_s = line(points)
     return CollectiveRate(name=name, ranks=group.size(), latency_s=latency_s, bytes_per_s=bytes_per_s)
 

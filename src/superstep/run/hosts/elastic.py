@@ -106,7 +106,7 @@ def write_parts(world: World, parts: StateParts) -> None:
             folder has taken its name meanwhile.
     """
     peers = RankPeers(world.rank, world.size)
-    displaced = peers.gather(parts.displaced)[0]
+    displaced = peers.gather(parts.displaced, RunFolderMoved | None)[0]
     folder = parts.folder if displaced is None else RunFolder(root=displaced.now)
     memories = [handles.of(handles.first + at) for handles in parts.handles for at in range(len(handles.numbers))]
     slots = [(memory, memory.states()[parts.state]) for memory in memories]

@@ -198,7 +198,7 @@ def write_down(
     mine: dict[str, str] = next((table["beside"] for table in tables if table["beside"]), {})
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
     shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
-    files = next((file_map for file_map in peers.gather(mine) if file_map), {})
+    files = next((file_map for file_map in peers.gather(mine, dict[str, str]) if file_map), {})
     tensors = dict.fromkeys(tables[0]["kinds"], shapes)
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
     require()

@@ -133,7 +133,7 @@ class Integrity:
         self._pending = None
         held = {part_of(piece): piece for piece in self._look()}
         truth = [float(held[e.part].values[e.at]) if e.part in held else None for e in pending.elements]
-        known = self._peers.gather(truth)
+        known = self._peers.gather(truth, list[float | None])
         right = [next(values[n] for values in known if values[n] is not None) for n in range(len(truth))]
         ranks = farthest(pending.elements, [value for value in right if value is not None])
         return Corruption(step=step, what=pending.what, ranks=ranks or pending.ranks, how="replay")
@@ -210,7 +210,7 @@ class Integrity:
             return None
         pieces = zip(self._state, changed.tolist(), strict=True)
         named = [f"{piece.kind} of {piece.name}" for piece, is_so in pieces if is_so]
-        what = _list_names([name for names in self._peers.gather(named) for name in names])
+        what = _list_names([name for names in self._peers.gather(named, list[str]) for name in names])
         self._own.forget()
         return Corruption(step=step, what=what, ranks=ranks, how="at rest")
 
@@ -235,7 +235,7 @@ class Integrity:
 
     def hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """Host names of ranks. Every rank calls this together."""
-        every = self._peers.gather(platform.node())
+        every = self._peers.gather(platform.node(), str)
         return tuple(every[rank] for rank in ranks)
 
     def _look(self) -> list[TensorPiece]:
@@ -243,7 +243,8 @@ class Integrity:
         if not self._pieces:
             pieces = [*self._engine.pieces(), *self._engine.pieces(("gradient",))]
             self._pieces = [piece for piece in pieces if piece.values.numel()]
-            for rank, parts in enumerate(self._peers.gather([part_of(piece) for piece in self._pieces])):
+            mine = [part_of(piece) for piece in self._pieces]
+            for rank, parts in enumerate(self._peers.gather(mine, list[TensorPart])):
                 for part in parts:
                     self._holders.setdefault(part, []).append(rank)
             self._shared = sorted(part for part, ranks in self._holders.items() if len(ranks) > 1)
@@ -255,10 +256,12 @@ class Integrity:
     def _suspect(self, step: int, pieces: Sequence[TensorPiece]) -> Corruption:
         """Elements in which ranks differ, and the outvoted ranks."""
         held = {part: piece for piece in pieces if (part := part_of(piece)) in set(self._shared)}
-        sums = self._peers.gather({part: block_sums(piece.values) for part, piece in held.items()})
+        of_blocks = {part: block_sums(piece.values) for part, piece in held.items()}
+        sums = self._peers.gather(of_blocks, dict[TensorPart, list[int]])
         blocks = {part: differing({rank: sums[rank][part] for rank in self._holders[part]}) for part in self._shared}
         wanted = [(part, block) for part, changed in blocks.items() for block in changed][:MOST_ELEMENTS]
-        bits = self._peers.gather({each: bits_of(held[each[0]].values, each[1]) for each in wanted if each[0] in held})
+        mine = {each: bits_of(held[each[0]].values, each[1]) for each in wanted if each[0] in held}
+        bits = self._peers.gather(mine, dict[tuple[TensorPart, int], list[int]])
         elements: list[Element] = []
         for part, block in wanted:
             of_ranks = {rank: bits[rank][part, block] for rank in self._holders[part]}

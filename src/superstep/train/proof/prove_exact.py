@@ -142,9 +142,12 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
         again, found_again = follow_run(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
         mesh.destroy()
-    straight, after = ([d for part in gather(differences) for d in part] for differences in (different, found_again))
+    straight, after = (
+        [d for part in gather(differences, list[BitDifference]) for d in part]
+        for differences in (different, found_again)
+    )
     return ExactVerdict(
-        compared=sum(gather(compared + again)),
+        compared=sum(gather(compared + again, int)),
         differing=sum(d.differing for d in (*straight, *after)),
         first=_first(straight),
         first_resumed=_first(after),

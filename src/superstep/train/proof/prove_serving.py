@@ -66,12 +66,13 @@ def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
 def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """A batch's losses from those of all ranks; values that several ranks computed must be equal."""
     whole = torch.full((batch.tokens_BS.numel(),), float("nan"))
-    for theirs in gather(list(parts)):
-        for places, losses in theirs:
-            at = places.flatten()
+    mine = [(places.flatten().tolist(), losses.flatten().tolist()) for places, losses in parts]
+    for theirs in gather(mine, list[tuple[list[int], list[float]]]):
+        for at, numbers in theirs:
+            losses = torch.tensor(numbers)
             before = whole[at]
-            assert bool((before.isnan() | (before == losses.flatten())).all()), "ranks that share a token disagree"
-            whole[at] = losses.flatten()
+            assert bool((before.isnan() | (before == losses)).all()), "ranks that share a token disagree"
+            whole[at] = losses
     assert not whole.isnan().any(), "some tokens have no loss"
     return whole.view_as(batch.tokens_BS)
 

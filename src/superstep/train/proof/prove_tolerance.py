@@ -185,7 +185,7 @@ def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
         mine = stream_fault(run, mesh, corpus)
     finally:
         mesh.destroy()
-    return next(filter(None, gather(mine)), ""), gather(draw_fault() if world.rank == 0 else "")[0]
+    return next(filter(None, gather(mine, str)), ""), gather(draw_fault() if world.rank == 0 else "", str)[0]
 
 
 def _check_validation(again: RestartResult, wanted: float | None, yardsticks: Sequence[Yardstick]) -> Difference | None:
@@ -216,7 +216,7 @@ def _judge_runs(
     def straight() -> Bits:
         return _straight(world, run, specs, batches, ())[1]
 
-    everyone = [d for part in gather(compared) for d in part]
+    everyone = [d for part in gather(compared, list[Difference]) for d in part]
     everyone += scales(everyone, yardsticks[0])
     # A wrong run is only repeated without the training loop, which refuses a loss that is not finite.
     corpus = None if any(d.is_wrong for d in everyone) else corpus
@@ -227,7 +227,7 @@ def _judge_runs(
 def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
     """Every compared value of every rank, as ``prove`` judges them."""
     compared, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
-    return [d for part in gather(compared) for d in part]
+    return [d for part in gather(compared, list[Difference]) for d in part]
 
 
 def reference(run: Resolved, folder: Path) -> Yardstick:

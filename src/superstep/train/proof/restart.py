@@ -110,7 +110,7 @@ def go_again(
     if corpus is None:
         return _reran(straight(), before)
     # One folder for all ranks, which are on this host.
-    folder = Path(gather(tempfile.mkdtemp(prefix="superstep-restart-") if world.rank == 0 else "")[0])
+    folder = Path(gather(tempfile.mkdtemp(prefix="superstep-restart-") if world.rank == 0 else "", str)[0])
     try:
         stop = (count + 1) // 2
         bits, validation = _loop(world, run, folder, corpus, range(count), stop)
@@ -156,7 +156,7 @@ def _differing(bits: Bits, before: Bits, wanted: Iterable[tuple[int, str]]) -> l
 
 def _first(mine: list[tuple[int, int, str]]) -> str:
     """The first difference of any rank, the same on every rank; empty without one."""
-    return min((part[0] for part in gather(mine[:1]) if part), default=(0, 0, ""))[2]
+    return min((part[0] for part in gather(mine[:1], list[tuple[int, int, str]]) if part), default=(0, 0, ""))[2]
 
 
 def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -> str | None:
@@ -167,7 +167,7 @@ def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -
     if world.rank == 0:
         plain = plain_split(run.config, open_corpus(corpus), "validation")
         fault = find_served_fault(run, checkpoint, [tokens for tokens, _, _ in plain.rows(0, PROMPTS)])
-    return gather(fault)[0]
+    return gather(fault, str)[0]
 
 
 def _loop(

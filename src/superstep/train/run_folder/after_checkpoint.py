@@ -36,7 +36,7 @@ def trace_of(record: Recorder, step: int, *, mesh: Mesh, device: Device) -> str:
     at = mesh.at
     offset_s = offset_to_rank_0(device).seconds
     mine = [(ran.index, ran.start_s + offset_s, ran.end_s + offset_s) for ran in record.ran()]
-    parts = gather(mine if at.dp == at.cp == at.tp == 0 else None)
+    parts = gather(mine if at.dp == at.cp == at.tp == 0 else None, list[tuple[int, float, float]] | None)
     return json.dumps({"step": step, "ranks": [part for part in parts if part is not None]})
 
 
@@ -52,4 +52,4 @@ def write_trace(peers: Peers, folder: RunFolder, trace: str) -> tuple[str, ...]:
             write_whole(folder.trace, trace)
         except DiskFault as fault:
             problems = (fault.message,)
-    return peers.gather(problems)[0]
+    return peers.gather(problems, tuple[str, ...])[0]

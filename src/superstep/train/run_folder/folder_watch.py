@@ -107,4 +107,4 @@ def follow(watch: FolderWatch | None, peers: Peers, folder: RunFolder) -> RunFol
             watch.make(change)
         return change
 
-    return together(peers, look, lambda error: disk_fault(error, folder.root))[0]
+    return together(peers, look, lambda error: disk_fault(error, folder.root), RunFolderMoved | None)[0]

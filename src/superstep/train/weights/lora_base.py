@@ -47,13 +47,14 @@ def resume_base(run: Resolved, engine: Engine, peers: Peers, checkpoint: Path) -
         StateError: they are gone, or have changed: on every rank the same.
     """
 
-    def find() -> tuple[BaseWeights, Path | None]:
+    def look() -> tuple[BaseWeights, Path | None] | None:
+        if peers.rank:  # one rank decides: another run may be writing the next checkpoint
+            return None
         base, named = read_base(checkpoint), run.config.model.weights
         is_there = base.folder is None or base.folder.exists()
         return base, base.folder if is_there or named is None else weights_of(Path(named))
 
-    # One rank decides: another run may be writing the next checkpoint.
-    paths = together(peers, lambda: None if peers.rank else find(), _unreadable(checkpoint / BASE))[0]
+    paths = together(peers, look, _unreadable(checkpoint / BASE), tuple[BaseWeights, Path | None] | None)[0]
     assert paths is not None
     base, folder = paths
     resumed = draw_base(run) if folder is None else begin_base(run, engine, peers, folder)
@@ -94,7 +95,7 @@ def _version(folder: Path, peers: Peers) -> str:
         weights = open_weights(folder)
         return digests({name: weights[name] for name in sorted(weights)[peers.rank :: peers.size]})
 
-    parts = together(peers, mine, _unreadable(folder))
+    parts = together(peers, mine, _unreadable(folder), dict[str, str])
     return version_of(open_weights(folder), {name: digest for part in parts for name, digest in part.items()})
 
 

@@ -151,7 +151,8 @@ def vocab_of(run: Resolved) -> int:
 
 def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
     """The shape of every trained global tensor, in the order of the model. Every rank calls this together."""
+    mine = {piece.name: piece.shape for piece in engine.pieces(("weight",))}
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in gather({p.name: p.shape for p in engine.pieces(("weight",))}):
+    for part in gather(mine, dict[str, tuple[int, ...]]):
         shapes |= part
     return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}

@@ -53,7 +53,7 @@ def publish(
         def begin() -> Path | None:
             return stack.enter_context(open_unfinished(root)).with_name("checkpoint") if peers.rank == 0 else None
 
-        folder = together(peers, begin, unwritable)[0]
+        folder = together(peers, begin, unwritable, Path | None)[0]
         assert folder is not None
         save(folder, engine.pieces(("weight",)), position, peers, tensors={"weight": shapes}, beside=beside)
 
@@ -66,6 +66,6 @@ def publish(
             clean(root, keep)
             return done
 
-        published = together(peers, end, unwritable)[0]
+        published = together(peers, end, unwritable, PublishedWeights | None)[0]
     assert published is not None
     return published

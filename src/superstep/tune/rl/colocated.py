@@ -17,6 +17,7 @@ from pathlib import Path
 
 from superstep.comm.objects import barrier, gather
 from superstep.grade.environment import Tasks
+from superstep.grade.verdict import Verdict
 from superstep.grade.workers.environment_process import EnvironmentProcess
 from superstep.grade.workers.pool import Pool
 from superstep.launch.ranks import World
@@ -138,7 +139,7 @@ class ColocatedRank:
             if self._trainer.peers.size == 1:
                 self._keep(group)
         if self._trainer.peers.size > 1:
-            for group in sorted((g for part in gather(mine) for g in part), key=lambda g: g.number):
+            for group in sorted((g for part in gather(mine, list[TaskGroup]) for g in part), key=lambda g: g.number):
                 self._keep(group)
         self._sampling_s += time.perf_counter() - begin_s
 
@@ -151,6 +152,7 @@ class ColocatedRank:
         verdicts = from_first(
             self._trainer.peers.rank,
             lambda beat_s: self._grading.graded(numbers, beat_s, patience),
+            list[tuple[Verdict, ...]],
             self._training.require_folder,
         )
         groups = [self._record.groups[number] for number in numbers]
@@ -238,4 +240,5 @@ def _with_room(world: World, job: RlJob) -> RlJob:
     both = job.run.plan, sampler_plan(job.run, serve_of(job.run, job.rollout, job.kernels)).plan
     free_bytes = beside_communicators(world.device.free_bytes(1), *both)
     rollout = with_room(job.run, job.rl, job.rollout, job.program, free_bytes, gives_back=True)
-    return replace(job, rollout=replace(rollout, pages=min(pages for pages in gather(rollout.pages) if pages)))
+    pages = gather(rollout.pages, int | None)
+    return replace(job, rollout=replace(rollout, pages=min(each for each in pages if each)))

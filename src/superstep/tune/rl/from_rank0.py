@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from superstep.comm.objects import gather
-from superstep.errors import SuperstepError
+from superstep.errors import ErrorMessage, SuperstepError
+from superstep.state.all_or_none import Outcome
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 T = TypeVar("T")
 
@@ -36,28 +40,33 @@ class WaitLimit:
         return max(0.0, self._until_s - time.monotonic())
 
 
-def from_first(rank: int, find: Callable[[float], T | None], meanwhile: Callable[[], None] = lambda: None) -> T:
+def from_first(
+    rank: int,
+    find: Callable[[float], T | None],
+    form: TypeForm[T],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> T:
     """Rank 0's result, on every rank. Every rank calls this together.
 
     Args:
         rank: of this process.
         find: waits at most the given seconds; None without a result yet. Rank 0's counts.
+        form: the type of the result, of plain data.
         meanwhile: called on every rank each time there is no result yet.
 
     Raises:
         SuperstepError: rank 0's error, on every rank.
     """
     while True:
-        result: T | None = None
-        problem: SuperstepError | None = None
+        mine: Outcome[T] = Outcome(None, None)
         if rank == 0:
             try:
-                result = find(BEAT_S)
+                mine = Outcome(find(BEAT_S), None)
             except SuperstepError as error:
-                problem = error
-        result, problem = gather((result, problem))[0]
-        if problem is not None:
-            raise problem
-        if result is not None:
-            return result
+                mine = Outcome(None, ErrorMessage.of(error))
+        first: Outcome[T] = gather(mine, Outcome[form])[0]  # type: ignore[valid-type]
+        if first.error is not None:
+            raise first.error.error()
+        if first.value is not None:
+            return first.value
         meanwhile()

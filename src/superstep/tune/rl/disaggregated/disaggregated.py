@@ -114,7 +114,7 @@ class TrainerLane:
             assert self._exchange is not None, "rank 0 has it"
             return self._exchange.wait(numbers, beat_s, patience)
 
-        groups, verdicts = from_first(self._trainer.peers.rank, found, self._training.require_folder)
+        groups, verdicts = from_first(self._trainer.peers.rank, found, Lesson, self._training.require_folder)
         self._training.train(step, groups, verdicts, sampling_s=time.perf_counter() - begin_s)
         if self._exchange is not None:
             self._exchange.forget(numbers)
@@ -150,14 +150,14 @@ class SamplerLane:
             match lane[at]:
                 case Take(version):
                     # Ranks that share a model must leave together.
-                    taken, *_ = paths = gather(self._line.version(version))
+                    taken, *_ = paths = gather(self._line.version(version), Path | None)
                     if None in paths:
                         return
                 case Sample(_, version):
                     assert taken is not None, "a version was taken"
                     batch = samples_from(lane[at:])
                     self._sample(batch, version, taken)
-                    if any(gather(self._has_left)):
+                    if any(gather(self._has_left, bool)):
                         return
                     at += len(batch)
                     continue
@@ -291,7 +291,7 @@ def require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"
     serve = serve_of(job.run, job.rollout, job.kernels)
     plan = job.run.plan if who == "trainer" else sampler_plan(job.run, serve).plan
     free_bytes = beside_communicators(world.device.free_bytes(1), plan)
-    pages = min(gather(pages_for(job.run, serve, free_bytes)))
+    pages = min(gather(pages_for(job.run, serve, free_bytes), int))
     require_room(job.program, sizes_of(job.run, serve, job.rl, pages=pages, gives_back=True), {who: free_bytes})
     return pages
 
