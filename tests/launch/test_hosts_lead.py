@@ -2,19 +2,20 @@
 
 import threading
 import time
-from dataclasses import replace
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from superstep.launch.hosts.coordinator import Coordinator
 from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import ScheduleKeeper
-from superstep.launch.hosts.events import Cause, RunOver
+from superstep.launch.hosts.events import Cause, HostHolds, HostJoined, RunOver
 from superstep.launch.hosts.follow_orders import attend
 from superstep.launch.hosts.listener import HostListener, JoinRefused, knock
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
-from superstep.launch.hosts.messages import Hello
+from superstep.launch.hosts.messages import Hello, Refused, Welcome
 
 SECRET = b"known to both sides"
 HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=1)
@@ -24,13 +25,13 @@ class Nothing:
     """Copies of a host that keeps none."""
 
     def progress(self):
-        return {}
+        return None
 
     def steer(self, told):
         pass
 
     def enters(self, wire, hello):
-        wire.say({"say": "refused", "why": "there are no copies"})
+        wire.say(Refused("there are no copies"))
 
 
 class Ranks:
@@ -73,7 +74,7 @@ def lead():
     told = []
     found = Coordinator(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {"dir": "here"}), copies=(Nothing(), ScheduleKeeper(1)), tell=told.append,
+        prepare=lambda go: (("127.0.0.1", 9), b"facts"), copies=(Nothing(), ScheduleKeeper(1)), tell=told.append,
     )  # fmt: skip
     found.said = told
     yield found
@@ -98,7 +99,7 @@ def test_both_start_together_are_told_the_same_and_end_together(lead):
     _until(lambda: one.ranks.given and other.ranks.given)
     (mine,), (its,) = one.ranks.given, other.ranks.given
     assert mine.go == its.go
-    assert its.facts == {"dir": "here"}
+    assert its.facts == b"facts"
     assert its.store == ("127.0.0.1", 9)
     assert its.next == lead.address
     for host in (one, other):
@@ -111,8 +112,8 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
     host = Host(0, lead, (4, 0))
     lead.begin()
     wire = knock(lead.address, SECRET, replace(HELLO, process="silent"))
-    wire.say({"say": "came", "epoch": 0})
-    wire.say({"say": "holds", "own": [[4, 0]], "copies": [], "cut": {"epoch": 0, "hosts": []}})
+    wire.say(HostJoined(1))
+    wire.say(HostHolds(1, HeldStates(frozenset({(4, 0)}))))
     _until(lambda: host.ranks.given)
     took_s = _until(lambda: any("Waiting for host 1" in line for line in lead.said))
     assert 2.0 < took_s < 3.25, "its last word came up to a beat before"
@@ -125,11 +126,56 @@ def test_a_member_that_says_nothing_is_named_within_three_seconds_and_waited_for
     assert host.ranks.given[1].go == go
 
 
+class Odd(msgspec.Struct, tag=True):
+    """A message of nobody."""
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (Odd(), "its message is not expected: Invalid value 'Odd' - at `$.type`"),
+        (HostJoined(1, "first"), "its message is not expected: Expected `int`, got `str` - at `$.epoch`"),
+        (HostJoined(0), "its message says that it is host 0"),
+    ],
+)
+def test_a_member_with_another_message_is_lost_by_its_name_and_the_field(lead, message, says):
+    host = Host(0, lead)
+    lead.begin()
+    wire = knock(lead.address, SECRET, HELLO)
+    wire.say(HostJoined(1))
+    wire.say(HostHolds(1, HeldStates()))
+    _until(lambda: host.ranks.given)
+    wire.say(message)
+    again = Host(1, _member(lead, process="again"))
+    _until(lambda: again.ranks.given)
+    assert again.ranks.given[0].go.lost.text == f"host 1 (127.0.0.1): it is lost, {says}"
+
+
+def test_a_lead_with_another_message_is_named_with_the_field():
+    def enters(wire, hello):
+        wire.say(Welcome())
+        wire.say(Odd())
+        while True:
+            wire.receive()
+
+    door = HostListener(("127.0.0.1", 0), SECRET, enters, lambda line: None)
+    try:
+        host = Host(1, Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing()))
+        _until(lambda: host.said)
+        port = door.address[1]
+        assert host.said[0].startswith(
+            f"host 0 at 127.0.0.1:{port} is lost, its message is not expected: Invalid value 'Odd' - at `$.type`"
+        )
+        host.side.close()
+    finally:
+        door.close()
+
+
 def test_a_member_without_its_lead_ends_its_ranks_and_asks_until_its_patience_is_over():
     table = CoordinatorState(seats=(None, None), can_recover=True, patience_s=30, since_s=time.time())
     first = Coordinator(
         ("127.0.0.1", 0), SECRET, mine=replace(HELLO, host=0), table=table,
-        prepare=lambda go: (("127.0.0.1", 9), {}), copies=(Nothing(), ScheduleKeeper(1)), tell=lambda line: None,
+        prepare=lambda go: (("127.0.0.1", 9), b""), copies=(Nothing(), ScheduleKeeper(1)), tell=lambda line: None,
     )  # fmt: skip
     mine, other = Host(0, first), Host(1, _member(first, patience_s=1.0))
     first.begin()

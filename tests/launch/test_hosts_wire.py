@@ -6,23 +6,72 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
+from superstep.comm.codec import Codec
 from superstep.kernels.checksum import checksum
 from superstep.launch.hosts import listener as doors
 from superstep.launch.hosts import secure_channel as wires
 from superstep.launch.hosts.coordinator import unlike
+from superstep.launch.hosts.copy_schedule import CopySteps, HostProgress
+from superstep.launch.hosts.events import (
+    AbortAll,
+    Cause,
+    HostFailed,
+    HostHolds,
+    HostJoined,
+    RanksDone,
+    RunOver,
+    StartRanks,
+)
 from superstep.launch.hosts.listener import WAITING, HostListener, JoinRefused, knock
-from superstep.launch.hosts.messages import SILENT_S, Hello, Silence
-from superstep.launch.hosts.secure_channel import MOST_BYTES, OtherProtocol, PayloadKind, WrongSecret, answer, ask
-from superstep.launch.hosts.state_transfer import RateLimit, StateCorrupt, StateDropped, receive, send
+from superstep.launch.hosts.membership import CopyPlacement, HeldStates
+from superstep.launch.hosts.messages import (
+    FROM_LEAD,
+    FROM_MEMBER,
+    SILENT_S,
+    WELCOME,
+    Fetching,
+    Hello,
+    LeadBeat,
+    MemberBeat,
+    NotNow,
+    Orders,
+    Refused,
+    Silence,
+    Welcome,
+)
+from superstep.launch.hosts.messages import (
+    HELLO as HELLOS,
+)
+from superstep.launch.hosts.secure_channel import (
+    MOST_BYTES,
+    ForeignMessage,
+    OtherProtocol,
+    PayloadKind,
+    WrongSecret,
+    answer,
+    ask,
+)
+from superstep.launch.hosts.state_transfer import CopyEnds, RateLimit, StateCorrupt, StateDropped, receive, send
 from superstep.state.snapshots.damage import void_damaged
 from superstep.state.snapshots.memory_snapshot import WHOLE, WRITING, made
 
 SECRET = b"known to both sides"
 HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=0)
+CUT = CopyPlacement(3, (0, 2))
+CAUSE = Cause("rank 1 was killed", is_lost=True, at_s=1.5)
+GO = StartRanks(4, (8, 1), CAUSE, CUT, (0, 2))
+
+
+class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    step: int
+
+
+STEPS = Codec(Step)
 
 
 def _pair(asks=SECRET, answers=SECRET):
@@ -49,8 +98,8 @@ def _pair(asks=SECRET, answers=SECRET):
 
 def test_messages_and_blocks_go_both_ways():
     one, other = _pair()
-    one.say({"say": "beat", "step": 3})
-    assert other.hear() == {"say": "beat", "step": 3}
+    one.say(Step(3))
+    assert other.hear(STEPS) == Step(3)
     block = os.urandom(MOST_BYTES)
     threading.Thread(target=other.send, args=(PayloadKind.BLOCK, block)).start()
     assert one.receive() == (PayloadKind.BLOCK, block)
@@ -86,6 +135,74 @@ def test_what_speaks_otherwise_is_no_launcher():
     theirs.close()
 
 
+SENT = [
+    (HELLOS, HELLO),
+    (WELCOME, Welcome()),
+    (WELCOME, Refused("two of one number")),
+    (WELCOME, NotNow("later")),
+    (FROM_MEMBER, HostJoined(1, 2)),
+    (FROM_MEMBER, HostHolds(1, HeldStates(frozenset({(4, 0), (5, 0)}), frozenset({(4, 0)}), CUT))),
+    (FROM_MEMBER, HostFailed(1, 2, CAUSE)),
+    (FROM_MEMBER, RanksDone(1, 2)),
+    (FROM_MEMBER, MemberBeat()),
+    (FROM_MEMBER, MemberBeat(HostProgress(7, 5, 6))),
+    (FROM_LEAD, Orders(go=GO, store=("10.0.0.1", 9), facts=b"facts", next=("10.0.0.2", 8))),
+    (FROM_LEAD, Fetching((8, 1), ("10.0.0.2", 8), CUT)),
+    (FROM_LEAD, AbortAll(4, CAUSE)),
+    (FROM_LEAD, RunOver(CAUSE)),
+    (FROM_LEAD, RunOver()),
+    (FROM_LEAD, LeadBeat(CopySteps(5, 6))),
+]
+
+
+@pytest.mark.parametrize(("codec", "message"), SENT, ids=lambda each: type(each).__name__)
+def test_each_message_comes_back_as_it_was(codec, message):
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("codec", "fields", "says"),
+    [
+        (FROM_MEMBER, {"type": "HostJoined", "host": 1, "epoch": "2"}, r"Expected `int`, got `str` - at `\$\.epoch`"),
+        (FROM_MEMBER, {"type": "RanksDone", "host": 1}, "missing required field `epoch`"),
+        (FROM_MEMBER, {"type": "RanksDone", "host": 1, "epoch": 2, "more": 3}, "unknown field `more`"),
+        (FROM_MEMBER, {"type": "RunOver", "cause": None}, r"Invalid value 'RunOver' - at `\$\.type`"),
+        (FROM_MEMBER, {"type": "HostFailed", "host": 1, "epoch": 2, "cause": {}}, r"`text` - at `\$\.cause`"),
+        (FROM_LEAD, {"type": "Fetching", "state": [4], "source": ["a", 1]}, r"at `\$\.state`"),
+        (HELLOS, {"type": "Hello", "purpose": "look"}, r"Invalid enum value 'look' - at `\$\.purpose`"),
+        (HELLOS, {"host": 1}, "missing required field"),
+    ],
+)
+def test_a_message_that_is_not_expected_is_refused_with_its_field(codec, fields, says):
+    one, other = _pair()
+    one.send(PayloadKind.MESSAGE, Codec(dict).encode(fields))
+    with pytest.raises(ForeignMessage, match=says):
+        other.hear(codec)
+
+
+def test_bytes_of_a_state_are_no_message():
+    one, other = _pair()
+    one.send(PayloadKind.BLOCK, b"x")
+    with pytest.raises(ForeignMessage, match="in the place of a message"):
+        other.hear(STEPS)
+
+
+def test_the_door_tells_of_a_hello_that_is_not_expected():
+    told = []
+    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, told.append)
+    try:
+        wire = ask(door.address, SECRET)
+        wire.say(Step(1))
+        with pytest.raises(OSError, match=r"gone|reset"):
+            wire.hear(WELCOME)
+    finally:
+        door.close()
+    (line,) = told
+    assert line.startswith(
+        "127.0.0.1 knows the secret of this run, but its message is not expected: Invalid value 'Step'"
+    )
+
+
 def _changed(frames):
     raw = bytearray(frames[0])
     raw[-wires.PROOF - 3] ^= 1
@@ -110,12 +227,12 @@ def test_what_was_changed_left_out_or_repeated_ends_the_connection(change, says)
             sent.append(bytes(data))
 
     one._socket = Kept()
-    one.say({"say": "go", "step": 1})
-    one.say({"say": "go", "step": 2})
+    one.say(Step(1))
+    one.say(Step(2))
     for frame in change(sent):
         sock.sendall(frame)
     with pytest.raises(OSError, match=says):
-        list(iter(other.hear, None))
+        list(iter(lambda: other.hear(STEPS), None))
     sock.close()
     other.close()
 
@@ -133,16 +250,16 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
 
     def enters(wire, hello):
         if hello.hosts != 2:
-            wire.say({"say": "refused", "why": "there are two"})
+            wire.say(Refused("there are two"))
             return
-        wire.say({"say": "welcome"})
-        wire.say(wire.hear())
+        wire.say(Welcome())
+        wire.say(wire.hear(STEPS))
 
     door = HostListener(("127.0.0.1", 0), SECRET, enters, told.append)
     try:
         wire = knock(door.address, SECRET, HELLO)
-        wire.say({"say": "x"})
-        assert wire.hear() == {"say": "x"}
+        wire.say(Step(3))
+        assert wire.hear(STEPS) == Step(3)
         with pytest.raises(JoinRefused, match="there are two"):
             knock(door.address, SECRET, replace(HELLO, hosts=3))
         with pytest.raises(WrongSecret):
@@ -154,8 +271,8 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
 
 
 def _welcome(wire, hello):
-    wire.say({"say": "welcome"})
-    wire.hear()
+    wire.say(Welcome())
+    wire.hear(STEPS)
 
 
 def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
@@ -171,7 +288,7 @@ def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
         inside = [knock(door.address, SECRET, HELLO) for _ in range(5)]
         more = [socket.create_connection(door.address) for _ in range(WAITING)]
         for wire in inside:
-            wire.say({"say": "still here"})
+            wire.say(Step(1))
         for each in more:
             each.close()
     finally:
@@ -359,9 +476,9 @@ def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypa
     copies = made(2)[1]
     hear = other.hear
 
-    def hears():
-        message = hear()
-        if message["say"] == "whole":
+    def hears(codec):
+        message = hear(codec)
+        if isinstance(message, CopyEnds):
             copies[0].words(0)[7] ^= 1
         return message
 

@@ -1,6 +1,5 @@
 """After a fault: the newest checkpoint and the command that goes on, of training and of tune rl alike."""
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from superstep.errors import Fault, UserError
 from superstep.launch.failure import trouble_of
 from superstep.launch.hosts.events import Cause, RunOver
 from superstep.launch.hosts.follow_orders import cause_of
-from superstep.launch.hosts.messages import order_message, order_of
+from superstep.launch.hosts.messages import FROM_LEAD
 from superstep.run import exit_messages, launch_ranks
 from superstep.run.console import Silent
 from superstep.run.hosts import multi_host
@@ -97,7 +96,7 @@ def test_each_host_is_told_its_own_command_where_the_folder_was_moved(place):
     saved.write(place / "moved/checkpoints", 3)
     fault = RunFolderMoved(place / "run", place / "moved", is_removed=False).fault(3)
     cause = cause_of(trouble_of(0, fault), "0 (first)")
-    told = order_of(json.loads(json.dumps(order_message(RunOver(cause)))))
+    told = FROM_LEAD.decode(FROM_LEAD.encode(RunOver(cause)))
     for host in range(2):
         verb = f"train --hosts 2 --host {host} --meet 10.0.0.1:29400"
         here = SimpleNamespace(job=SimpleNamespace(folder=RunFolder(root=place / "run")), verb=verb, console=Silent())

@@ -19,25 +19,28 @@ from typing import Protocol
 
 from superstep.errors import SuperstepError, UserError
 from superstep.launch.hosts.coordinator_state import CoordinatorState, Phase, after
-from superstep.launch.hosts.copy_schedule import ScheduleKeeper
+from superstep.launch.hosts.copy_schedule import CopySteps, HostProgress, ScheduleKeeper
 from superstep.launch.hosts.events import Cause, Event, FetchState, HostLeft, RunOver, StartRanks, Tick
 from superstep.launch.hosts.events import Order as Decision
-from superstep.launch.hosts.listener import MEANINGLESS, HostListener
+from superstep.launch.hosts.listener import HostListener
 from superstep.launch.hosts.membership import neighbour
 from superstep.launch.hosts.messages import (
     BEAT_S,
+    FROM_MEMBER,
     Address,
     Fetching,
     Hello,
+    LeadBeat,
     LeadReached,
-    Message,
-    Order,
+    MemberBeat,
+    NotNow,
     Orders,
+    Refused,
+    SentOrder,
     Silence,
-    event_of,
-    order_message,
+    Welcome,
 )
-from superstep.launch.hosts.secure_channel import SecureChannel
+from superstep.launch.hosts.secure_channel import ForeignMessage, SecureChannel
 
 LEAVING_S = 2.0
 """Seconds for members to receive that the run is over."""
@@ -48,10 +51,10 @@ POLL_S = 0.01
 class HostCopies(Protocol):
     """A host's copies of states: their progress, what to copy next, and transfers with other hosts."""
 
-    def progress(self) -> Message:
-        """How far this host's states are copied."""
+    def progress(self) -> HostProgress | None:
+        """How far this host's states are copied; None without ranks."""
 
-    def steer(self, message: Message) -> None:
+    def steer(self, steps: CopySteps) -> None:
         """Follow the coordinator's choice of what to copy next."""
 
     def enters(self, wire: SecureChannel, hello: Hello) -> None:
@@ -64,7 +67,7 @@ class _Member:
     there: str
     hello: Hello
     silence: Silence
-    progress: Message
+    progress: HostProgress | None
 
 
 class Coordinator:
@@ -73,7 +76,7 @@ class Coordinator:
     Args:
         at: where it listens.
         mine: this host's own hello; members must match it.
-        prepare: makes the store of an epoch, and returns the facts of the run.
+        prepare: makes the store of an epoch, and returns the encoded facts of the run.
         copies: host 0's copies, and the schedule of all copies.
         tell: called with a line for the user.
 
@@ -88,7 +91,7 @@ class Coordinator:
         *,
         mine: Hello,
         table: CoordinatorState,
-        prepare: Callable[[StartRanks], tuple[Address, Message]],
+        prepare: Callable[[StartRanks], tuple[Address, bytes]],
         copies: tuple[HostCopies, ScheduleKeeper],
         tell: Callable[[str], None],
     ) -> None:
@@ -173,7 +176,7 @@ class Coordinator:
             member = self._members.get(host)
         return None if member is None else (member.there, member.hello.port)
 
-    def _send(self, hosts: range | list[int], order: Order) -> None:
+    def _send(self, hosts: range | list[int], order: SentOrder) -> None:
         for host in hosts:
             if host == 0:
                 self._orders.send(order)
@@ -182,7 +185,7 @@ class Coordinator:
                 member = self._members.get(host)
             if member is not None:
                 with suppress(OSError):  # it is gone, as who receives from it says
-                    member.wire.say(order_message(order))
+                    member.wire.say(order)
 
     def _beat(self) -> int:
         """Send heartbeats, with what to copy next; returns the step whose state is complete in host 0's memory."""
@@ -190,19 +193,20 @@ class Coordinator:
         with self._one:
             members = dict(self._members)
         own = self._own.progress()
-        orders = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
-        self._own.steer(orders)
+        steps = self._steering.after({0: own} | {h: m.progress for h, m in members.items()})
+        if steps is not None:
+            self._own.steer(steps)
         for member in members.values():
             if member.silence.look(now_s):
                 member.wire.close()
             else:
                 with suppress(OSError):
-                    member.wire.say({"say": "beat"} | orders)
-        return int(own.get("newest", 0))
+                    member.wire.say(LeadBeat(steps))
+        return 0 if own is None else own.newest
 
     def _enters(self, wire: SecureChannel, hello: Hello) -> None:
         if (why := unlike(hello, self._mine)) is not None:
-            wire.say({"say": "refused", "why": why})
+            wire.say(Refused(why))
         elif hello.purpose != "join":
             self._own.enters(wire, hello)
         elif self._is_seated(wire, hello):
@@ -213,14 +217,14 @@ class Coordinator:
         with self._one:
             before = self._members.get(hello.host)
             if before is None:
-                wire.say({"say": "welcome"})
-                self._members[hello.host] = _Member(wire, wire.there, hello, Silence(time.monotonic()), {})
+                wire.say(Welcome())
+                self._members[hello.host] = _Member(wire, wire.there, hello, Silence(time.monotonic()), None)
             elif before.hello.process == hello.process or before.silence.seconds > 4 * BEAT_S:
                 before.wire.close()  # it is that one, or takes the place of one that is gone
-                wire.say({"say": "not now", "why": "its last connection is just ended"})
+                wire.say(NotNow("its last connection is just ended"))
             else:
                 why = f"host {hello.host} is here already, from {before.there}; give each host its own --host."
-                wire.say({"say": "refused", "why": why})
+                wire.say(Refused(why))
         if before is None:
             self._tell(f"Host {hello.host} of {hello.hosts} is here, from {wire.there}.")
         return before is None
@@ -231,17 +235,19 @@ class Coordinator:
         why = "its connection was ended"
         try:
             while True:
-                message = member.wire.hear()
+                message = member.wire.hear(FROM_MEMBER)
                 member.silence.heard()
-                if message.get("say") == "beat":
-                    member.progress = message
+                if isinstance(message, MemberBeat):
+                    member.progress = message.progress
+                elif message.host != host:
+                    raise ForeignMessage(f"its message says that it is host {message.host}")
                 else:
-                    self._events.put(event_of(host, message))
+                    self._events.put(message)
+        except ForeignMessage as error:
+            why = str(error)
         except OSError as error:
             is_silent = member.silence.seconds > 4 * BEAT_S
             why = f"it has said nothing for {member.silence.seconds:.1f} s" if is_silent else f"{why} ({error})"
-        except MEANINGLESS as error:
-            why = f"it said what nobody understands ({error!r})"
         finally:
             there = member.there
             with self._one:  # who comes next comes after this one has left

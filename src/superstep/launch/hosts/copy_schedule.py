@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 BEATS = 3
 """Heartbeats until all hosts have learnt of a step."""
@@ -33,8 +32,21 @@ class HostProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class CopySteps:
+    """What all hosts receive of the schedule.
+
+    Attributes:
+        copied: the step that every neighbour has.
+        next: the step to copy next; 0 while undecided.
+    """
+
+    copied: int
+    next: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopySchedule:
-    """The schedule that all hosts receive, and the lead's memory.
+    """The schedule, and the lead's memory.
 
     Attributes:
         copied: the step that every neighbour has; its states are kept until those of the next one are complete.
@@ -76,12 +88,11 @@ class ScheduleKeeper:
         self._hosts = hosts
         self._course = CopySchedule(copied=step, next=step, newest=step)
 
-    def after(self, progress: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """The message for all hosts, given the progress of the present ones."""
+    def after(self, progress: Mapping[int, HostProgress | None]) -> CopySteps | None:
+        """What to copy, given the progress of the present hosts; None with fewer than two."""
         if len(self._hosts) < 2:
-            return {}
-        reports = [progress.get(host, {}) for host in self._hosts]
-        if all("newest" in report for report in reports):
-            each = [HostProgress(int(p["newest"]), int(p["copied"]), int(p["held"])) for p in reports]
-            self._course = steer(self._course, each, self._every)
-        return {"copied": self._course.copied, "next": self._course.next}
+            return None
+        reports = [report for host in self._hosts if (report := progress.get(host)) is not None]
+        if len(reports) == len(self._hosts):
+            self._course = steer(self._course, reports, self._every)
+        return CopySteps(self._course.copied, self._course.next)

@@ -1,8 +1,13 @@
-"""Events that the coordinator of several hosts receives, and its orders; see ``launch.hosts.coordinator_state``."""
+"""Events that the coordinator of several hosts receives, and its orders; see ``launch.hosts.coordinator_state``.
+
+Those that go between hosts are structs, whose names tell them apart in a message; the others stay in one process.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
 from superstep.state.snapshots.memory_snapshot import State
@@ -31,8 +36,7 @@ class Cause:
     saved_in: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class HostJoined:
+class HostJoined(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A host has come, for the first time or again; ``epoch`` is its last."""
 
     host: int
@@ -45,16 +49,14 @@ class HostLeft:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class HostHolds:
+class HostHolds(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A host has no ranks, and holds these states."""
 
     host: int
     held: HeldStates
 
 
-@dataclass(frozen=True, slots=True)
-class HostFailed:
+class HostFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A host's ranks are ended because of this."""
 
     host: int
@@ -62,8 +64,7 @@ class HostFailed:
     cause: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class RanksDone:
+class RanksDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """All ranks of a host have finished."""
 
     host: int
@@ -77,7 +78,10 @@ class Tick:
     newest: int = 0
 
 
-Event = HostJoined | HostLeft | HostHolds | HostFailed | RanksDone | Tick
+HostEvent = HostJoined | HostHolds | HostFailed | RanksDone
+"""Events that a host's launcher reports."""
+
+Event = HostEvent | HostLeft | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +115,14 @@ class StartRanks:
         return tuple(sorted(set(self.sources))) or self.cut.crew(count)
 
 
-@dataclass(frozen=True, slots=True)
-class AbortAll:
+class AbortAll(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """All hosts end their ranks."""
 
     epoch: int
     cause: Cause
 
 
-@dataclass(frozen=True, slots=True)
-class RunOver:
+class RunOver(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The run has ended; without a cause, normally."""
 
     cause: Cause | None = None

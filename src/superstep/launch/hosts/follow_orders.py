@@ -8,7 +8,16 @@ from typing import Protocol
 
 from superstep.errors import Fault, RankLost, UserError
 from superstep.launch.failure import RankFailure
-from superstep.launch.hosts.events import AbortAll, Cause, Event, HostFailed, HostHolds, HostJoined, RanksDone, RunOver
+from superstep.launch.hosts.events import (
+    AbortAll,
+    Cause,
+    HostEvent,
+    HostFailed,
+    HostHolds,
+    HostJoined,
+    RanksDone,
+    RunOver,
+)
 from superstep.launch.hosts.membership import HeldStates
 from superstep.launch.hosts.messages import Fetching, LeadLost, LeadReached, Orders
 
@@ -32,7 +41,7 @@ def attend(
     host: int,
     name: str,
     orders: Connection,
-    tell: Callable[[Event], None],
+    tell: Callable[[HostEvent], None],
     ranks: HostRanks,
     say: Callable[[str], None],
 ) -> RunOver:

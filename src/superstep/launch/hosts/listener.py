@@ -14,11 +14,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 
 from superstep.errors import UserError
-from superstep.launch.hosts.messages import Address, Hello
-from superstep.launch.hosts.secure_channel import GREETING_S, SecureChannel, WrongSecret, answer, ask
+from superstep.launch.hosts.messages import HELLO, WELCOME, Address, Hello, NotNow, Refused
+from superstep.launch.hosts.secure_channel import GREETING_S, ForeignMessage, SecureChannel, WrongSecret, answer, ask
 
 WAITING = 64
 """The most strangers at once."""
@@ -28,9 +27,6 @@ GUESTS = 1024
 
 TOLD = 16
 """The most addresses of strangers that are reported, each once."""
-
-MEANINGLESS = (KeyError, TypeError, ValueError)
-"""Errors of reading a malformed message."""
 
 
 class JoinRefused(UserError):
@@ -43,7 +39,7 @@ class HostListener:
     Args:
         at: address and port; port 0 takes a free one.
         enters: called with a channel and its hello on a thread of its own; may refuse before it returns.
-        tell: called with a line about those who do not know the secret.
+        tell: called with a line about those who do not know the secret, or send what is not expected.
 
     Raises:
         OSError: the address is not one of this host's, or the port is taken.
@@ -99,10 +95,12 @@ class HostListener:
                 with self._lock:
                     self._strangers.pop(sock, None)
             with self._inside(wire):
-                self._enters(wire, Hello(**wire.hear(within_s=GREETING_S)))
+                self._enters(wire, wire.hear(HELLO, within_s=GREETING_S))
         except WrongSecret:
-            self._tell_of(there)
-        except (OSError, *MEANINGLESS):  # a scan of ports, say
+            self._tell_of(there, "does not know the secret of this run")
+        except ForeignMessage as error:
+            self._tell_of(there, f"knows the secret of this run, but {error}")
+        except OSError:  # a scan of ports, say
             sock.close()
 
     @contextmanager
@@ -119,13 +117,13 @@ class HostListener:
             with self._lock:
                 self._guests.discard(wire)
 
-    def _tell_of(self, there: str) -> None:
+    def _tell_of(self, there: str, what: str) -> None:
         with self._lock:
             is_new = there not in self._told and len(self._told) < TOLD
             if is_new:
                 self._told.add(there)
         if is_new:
-            self._tell(f"{there} does not know the secret of this run, and was turned away.")
+            self._tell(f"{there} {what}; it was turned away.")
 
 
 def _hang_up(sock: socket.socket) -> None:
@@ -143,12 +141,12 @@ def knock(at: Address, secret: bytes, hello: Hello) -> SecureChannel:
     """
     wire = ask(at, secret)
     try:
-        wire.say(asdict(hello))
-        heard = wire.hear(within_s=GREETING_S)
-        if heard.get("say") == "refused":
-            raise JoinRefused(str(heard.get("why")))
-        if heard.get("say") != "welcome":
-            raise ConnectionRefusedError(str(heard.get("why")))
+        wire.say(hello)
+        match wire.hear(WELCOME, within_s=GREETING_S):
+            case Refused(why):
+                raise JoinRefused(why)
+            case NotNow(why):
+                raise ConnectionRefusedError(why)
     except BaseException:
         wire.close()
         raise

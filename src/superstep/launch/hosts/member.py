@@ -16,18 +16,18 @@ from contextlib import suppress
 from multiprocessing import Pipe
 
 from superstep.launch.hosts.coordinator import HostCopies
-from superstep.launch.hosts.events import Cause, Event, RunOver
-from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
+from superstep.launch.hosts.events import Cause, HostEvent, RunOver
+from superstep.launch.hosts.listener import JoinRefused, knock
 from superstep.launch.hosts.messages import (
     BEAT_S,
+    FROM_LEAD,
     Address,
     Hello,
+    LeadBeat,
     LeadLost,
     LeadReached,
-    Order,
+    MemberBeat,
     Silence,
-    event_message,
-    order_of,
 )
 from superstep.launch.hosts.secure_channel import OtherProtocol, SecureChannel, WrongSecret
 
@@ -58,12 +58,12 @@ class Member:
         self.orders, self._orders = Pipe(duplex=False)
         threading.Thread(target=self._run, name="superstep-member", daemon=True).start()
 
-    def told(self, event: Event) -> None:
+    def told(self, event: HostEvent) -> None:
         """Send an event to the lead; one that is gone receives it when it returns."""
         wire = self._wire
         if wire is not None:
             with suppress(OSError):
-                wire.say(event_message(event))
+                wire.say(event)
 
     def close(self) -> None:
         self._is_closed.set()
@@ -110,19 +110,18 @@ class Member:
         self._wire = wire
         self._orders.send(LeadReached())
         threading.Thread(target=self._beat, args=(wire, silence), name="superstep-beat", daemon=True).start()
-        order: Order
         try:
             while True:
-                message = wire.hear()
+                order = wire.hear(FROM_LEAD)
                 silence.heard()
-                if message.get("say") == "beat":
-                    self._copies.steer(message)
+                if isinstance(order, LeadBeat):
+                    if order.steps is not None:
+                        self._copies.steer(order.steps)
                     continue
-                order = order_of(message)
                 self._orders.send(order)
                 if isinstance(order, RunOver):
                     return True
-        except (OSError, *MEANINGLESS) as error:
+        except OSError as error:
             is_silent = silence.seconds > 4 * BEAT_S
             why = f"it has said nothing for {silence.seconds:.1f} s" if is_silent else str(error)
             self._wire = None
@@ -137,7 +136,7 @@ class Member:
                 wire.close()
                 return
             try:
-                wire.say({"say": "beat"} | self._copies.progress())
+                wire.say(MemberBeat(self._copies.progress()))
             except OSError:
                 return
             time.sleep(BEAT_S)

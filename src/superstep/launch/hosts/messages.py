@@ -1,28 +1,27 @@
-"""Messages between launchers of several hosts, as JSON and as values.
+"""Messages between launchers of several hosts: a struct for each kind, told apart by its name.
 
-member ──► lead     hello, then: came, holds, troubled, done, and a heartbeat four times a second
-lead ──► member     welcome or refused, then: fetch, go, abort, over, and a heartbeat four times a second
+member ──► lead     Hello, then: HostJoined, HostHolds, HostFailed, RanksDone, and a MemberBeat four times a second
+lead ──► member     Welcome, Refused or NotNow, then: Orders, Fetching, AbortAll, RunOver, and a LeadBeat as often
+neighbours          Hello, Welcome, then the copies of ``launch.hosts.state_transfer``
+
+A message with another name, a missing or unknown field or a value of another type is refused where it is decoded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from superstep.launch.hosts.events import (
-    AbortAll,
-    Cause,
-    Event,
-    HostFailed,
-    HostHolds,
-    HostJoined,
-    RanksDone,
-    RunOver,
-    StartRanks,
-)
-from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
+import msgspec
+
+from superstep.comm.codec import Codec
+from superstep.errors import Fault
+from superstep.launch.hosts.copy_schedule import CopySteps, HostProgress
+from superstep.launch.hosts.events import AbortAll, HostEvent, RunOver, StartRanks
+from superstep.launch.hosts.membership import ALL, CopyPlacement
 from superstep.state.snapshots.memory_snapshot import State
+
+F = TypeVar("F")
 
 BEAT_S = 0.25
 """Seconds between heartbeats."""
@@ -30,12 +29,10 @@ BEAT_S = 0.25
 SILENT_S = 2.5
 """The longest silence; with the heartbeat before, a loss is reported within three seconds."""
 
-Message = dict[str, Any]
 Address = tuple[str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Who connects, and what for.
 
     Attributes:
@@ -47,7 +44,7 @@ class Hello:
         port: where it listens for copies.
     """
 
-    purpose: str
+    purpose: Literal["join", "copy", "fetch"]
     host: int
     hosts: int
     run: str
@@ -56,29 +53,62 @@ class Hello:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class Welcome(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to a hello that is let in."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to a hello that does not belong here; a retry does not help."""
+
+    why: str
+
+
+class NotNow(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to a hello that may try again."""
+
+    why: str
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """A ``StartRanks`` with what ranks need to start.
 
     Attributes:
         store: where the process group meets.
-        facts: plain values of the run, found by the lead.
+        facts: the lead's facts of the run, encoded by the kind of run.
         next: number and address of the host that has this host's copies; None without copies.
     """
 
     go: StartRanks
     store: Address
-    facts: Message
+    facts: bytes
     next: Address | None
 
+    def facts_of(self, codec: Codec[F]) -> F:
+        """The facts of the run; raises Fault where they are of another kind."""
+        try:
+            return codec.decode(self.facts)
+        except msgspec.DecodeError as error:
+            raise Fault(f"host 0 sent other facts of the run than this version reads ({error}).") from error
 
-@dataclass(frozen=True, slots=True)
-class Fetching:
+
+class Fetching(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A ``FetchState`` with the address."""
 
     state: State
     source: Address
     cut: CopyPlacement = ALL
+
+
+class MemberBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A member's heartbeat, and how far its states are copied; None without ranks."""
+
+    progress: HostProgress | None = None
+
+
+class LeadBeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The lead's heartbeat, and what all hosts copy next; None where nothing is copied."""
+
+    steps: CopySteps | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,104 +123,14 @@ class LeadReached:
     """The lead is there."""
 
 
-Order = Orders | Fetching | AbortAll | RunOver | LeadLost | LeadReached
-"""Orders to a host's launcher."""
+SentOrder = Orders | Fetching | AbortAll | RunOver
+Order = SentOrder | LeadLost | LeadReached
+"""Orders to a host's launcher; the last two come from its own member."""
 
-
-def event_message(event: Event) -> Message:
-    match event:
-        case HostJoined(_, epoch):
-            return {"say": "came", "epoch": epoch}
-        case HostHolds(_, held):
-            parts = {"own": sorted(held.own), "copies": sorted(held.copies)}
-            return {"say": "holds", "cut": asdict(held.cut)} | parts
-        case HostFailed(_, epoch, cause):
-            return {"say": "troubled", "epoch": epoch, "cause": asdict(cause)}
-        case RanksDone(_, epoch):
-            return {"say": "done", "epoch": epoch}
-        case _:
-            raise TypeError(f"{event} is not told")
-
-
-def event_of(host: int, message: Mapping[str, Any]) -> Event:
-    """Read a member's event; raises KeyError, TypeError or ValueError for anything else."""
-    match message["say"]:
-        case "came":
-            return HostJoined(host, int(message["epoch"]))
-        case "holds":
-            return HostHolds(
-                host, HeldStates(_states(message["own"]), _states(message["copies"]), _cut(message["cut"]))
-            )
-        case "troubled":
-            return HostFailed(host, int(message["epoch"]), Cause(**message["cause"]))
-        case "done":
-            return RanksDone(host, int(message["epoch"]))
-        case other:
-            raise ValueError(f"'{other}' is told by nobody")
-
-
-def _states(raw: list[list[int]]) -> frozenset[State]:
-    return frozenset((int(step), int(turn)) for step, turn in raw)
-
-
-def order_message(order: Order) -> Message:
-    match order:
-        case Orders():
-            return {"say": "go"} | asdict(order)
-        case Fetching():
-            return {"say": "fetch"} | asdict(order)
-        case AbortAll(epoch, cause):
-            return {"say": "abort", "epoch": epoch, "cause": asdict(cause)}
-        case RunOver(cause):
-            return {"say": "over", "cause": None if cause is None else asdict(cause)}
-        case _:
-            raise TypeError(f"{order} is not told")
-
-
-def order_of(message: Mapping[str, Any]) -> Order:
-    """Read the lead's order; raises KeyError, TypeError or ValueError for anything else."""
-    match message["say"]:
-        case "go":
-            go, at = message["go"], message["next"]
-            orders = StartRanks(
-                int(go["epoch"]),
-                _state(go["state"]),
-                _cause(go["lost"]),
-                _cut(go["cut"]),
-                tuple(int(host) for host in go["sources"]),
-            )
-            return Orders(
-                go=orders,
-                store=_address(message["store"]),
-                facts=dict(message["facts"]),
-                next=None if at is None else _address(at),
-            )
-        case "fetch":
-            state = _state(message["state"])
-            assert state is not None
-            return Fetching(state, _address(message["source"]), _cut(message["cut"]))
-        case "abort":
-            return AbortAll(int(message["epoch"]), Cause(**message["cause"]))
-        case "over":
-            return RunOver(_cause(message["cause"]))
-        case other:
-            raise ValueError(f"'{other}' is no order")
-
-
-def _state(raw: list[int] | None) -> State | None:
-    return None if raw is None else (int(raw[0]), int(raw[1]))
-
-
-def _cut(raw: Mapping[str, Any]) -> CopyPlacement:
-    return CopyPlacement(int(raw["epoch"]), tuple(int(host) for host in raw["hosts"]))
-
-
-def _cause(raw: dict[str, Any] | None) -> Cause | None:
-    return None if raw is None else Cause(**raw)
-
-
-def _address(raw: list[Any]) -> Address:
-    return str(raw[0]), int(raw[1])
+HELLO: Codec[Hello] = Codec(Hello)
+WELCOME: Codec[Welcome | Refused | NotNow] = Codec(Welcome | Refused | NotNow)
+FROM_MEMBER: Codec[HostEvent | MemberBeat] = Codec(HostEvent | MemberBeat)
+FROM_LEAD: Codec[SentOrder | LeadBeat] = Codec(SentOrder | LeadBeat)
 
 
 class Silence:

@@ -12,13 +12,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
-from superstep.launch.hosts.listener import MEANINGLESS, JoinRefused, knock
+import msgspec
+
+from superstep.launch.hosts.copy_schedule import CopySteps, HostProgress
+from superstep.launch.hosts.listener import JoinRefused, knock
 from superstep.launch.hosts.membership import ALL, CopyPlacement, HeldStates
-from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Message, Orders
+from superstep.launch.hosts.messages import BEAT_S, Address, Fetching, Hello, Orders, Welcome
 from superstep.launch.hosts.secure_channel import SecureChannel
-from superstep.launch.hosts.state_transfer import RateLimit, StateCorrupt, StateDropped, receive, send
+from superstep.launch.hosts.state_transfer import (
+    FETCH,
+    HELD,
+    FetchCopy,
+    HeldCopies,
+    RateLimit,
+    StateCorrupt,
+    StateDropped,
+    receive,
+    send,
+)
 from superstep.state.snapshots.background_checkpoint import NICE
 from superstep.state.snapshots.damage import void_damaged
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, made
@@ -93,10 +105,10 @@ class ReplicaStore:
         """Fetch a state of its own ranks from the host that has the copy."""
         assert self.hello is not None
         self._recut(order.cut)
-        with suppress(OSError, JoinRefused, *MEANINGLESS):
-            wire = knock(order.source, self._secret, replace(self.hello, purpose="fetch"))
+        with suppress(OSError, JoinRefused):
+            wire = knock(order.source, self._secret, msgspec.structs.replace(self.hello, purpose="fetch"))
             try:
-                wire.say({"say": "fetch", "state": order.state})
+                wire.say(FetchCopy(order.state))
                 receive(wire, self._memories, lambda state, epoch, mark: mark())
             finally:
                 wire.close()
@@ -128,38 +140,35 @@ class ReplicaStore:
             self._sender.stop()
             self._sender = None
 
-    def progress(self) -> Message:
+    def progress(self) -> HostProgress | None:
         if not self._is_begun:
-            return {}
+            return None
         with self._one:
             held, own = _common(self._memories, held=True), _common(self._memories)
-        return {
-            "newest": max(own, default=(0, 0))[0],
-            "copied": self._copied[0],
-            "held": max(held, default=(0, 0))[0],
-        }
+        newest, held_step = max(own, default=(0, 0))[0], max(held, default=(0, 0))[0]
+        return HostProgress(newest, self._copied[0], held_step)
 
-    def steer(self, message: Message) -> None:
+    def steer(self, steps: CopySteps) -> None:
         """Hold the state to copy next, and the last one that all have copied."""
-        if not self._has_peer or "next" not in message:
+        if not self._has_peer:
             return
-        steps = {int(message["copied"]), int(message["next"])}
+        kept = {steps.copied, steps.next}
         with self._one:
             for memory in self._memories:
                 if memory.is_laid_out:
-                    memory.hold_only(steps)
-                    memory.request(int(message["next"]))
+                    memory.hold_only(kept)
+                    memory.request(steps.next)
             for memory in self._copies:
-                memory.hold_only(steps)
+                memory.hold_only(kept)
 
     def enters(self, wire: SecureChannel, hello: Hello) -> None:
         """Serve the previous host: take its copies, or send them back."""
-        wire.say({"say": "welcome"})
+        wire.say(Welcome())
         _gently()
         if hello.purpose == "fetch":
-            state = wire.hear()["state"]
+            state = wire.hear(FETCH).state
             try:
-                send(wire, self._copies, (int(state[0]), int(state[1])), self._epoch, RateLimit(None))
+                send(wire, self._copies, state, self._epoch, RateLimit(None))
             except StateCorrupt:
                 self._void_damaged(self._copies)
             except StateDropped:
@@ -170,7 +179,7 @@ class ReplicaStore:
         if before is not None:  # one of the same host, which it has lost
             before.close()
         with self._receives:
-            wire.say({"say": "has", "states": sorted(_common(self._copies))})
+            wire.say(HeldCopies(_common(self._copies)))
             while True:
                 receive(wire, self._copies, self._keep, lambda epoch: epoch >= self._epoch)
 
@@ -182,8 +191,8 @@ class ReplicaStore:
     def _send(self, there: Address, epoch: int, sender: _Sender) -> None:
         """Send the held states to the next host until the ranks have ended."""
         assert self.hello is not None
-        wire = sender._open(knock(there, self._secret, replace(self.hello, purpose="copy")))
-        has = {(int(step), int(turn)) for step, turn in wire.hear()["states"]}
+        wire = sender._open(knock(there, self._secret, msgspec.structs.replace(self.hello, purpose="copy")))
+        has = wire.hear(HELD).states
         rate = RateLimit(self._bytes_per_s)
         while not sender.is_over.wait(LOOK_S):
             state = max(_common(self._memories, held=True), default=(0, 0))
@@ -227,7 +236,7 @@ class _Sender:
     def _run(self) -> None:
         _gently()
         while not self.is_over.is_set():
-            with suppress(OSError, JoinRefused, *MEANINGLESS):
+            with suppress(OSError, JoinRefused):
                 self._work(self)
             if self._wire is not None:
                 self._wire.close()

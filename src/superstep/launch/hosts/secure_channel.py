@@ -7,25 +7,29 @@
 
 Each direction has its own key, made of the secret and both nonces, and numbers its frames. A frame that was changed,
 left out, repeated or taken from another connection ends the connection. Before both proofs, only reads of a fixed size
-are made. A payload is JSON or bytes of a state, never a pickle.
+are made. A payload is a message of ``comm.codec`` or bytes of a state, never a pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
-MAGIC = b"superstep-hosts-1\n"
+import msgspec
+
+from superstep.comm.codec import Codec
+
+M = TypeVar("M")
+
+MAGIC = b"superstep-hosts-2\n"
 NONCE = 32
 PROOF = hashlib.sha256().digest_size
 MOST_BYTES = 2**20
@@ -38,6 +42,7 @@ SEND_S = 10.0
 """Seconds in which the other side may take nothing."""
 
 _HEAD = struct.Struct("<IBQ")
+_ANY: Codec[Any] = Codec(Any)
 
 
 class WrongSecret(ConnectionError):
@@ -46,6 +51,10 @@ class WrongSecret(ConnectionError):
 
 class OtherProtocol(ConnectionError):
     """The other side speaks another protocol."""
+
+
+class ForeignMessage(ConnectionError):
+    """The other side sent a message that is not expected; the error names its field."""
 
 
 class PayloadKind(IntEnum):
@@ -70,9 +79,9 @@ class SecureChannel:
     def there(self) -> str:
         return str(self._socket.getpeername()[0])
 
-    def say(self, message: Mapping[str, Any]) -> None:
+    def say(self, message: msgspec.Struct) -> None:
         """Send a message; raises OSError where the connection is gone."""
-        self.send(PayloadKind.MESSAGE, json.dumps(message).encode())
+        self.send(PayloadKind.MESSAGE, _ANY.encode(message))
 
     def send(self, kind: PayloadKind, payload: bytes | memoryview) -> None:
         """Send a frame; raises OSError where the connection is gone."""
@@ -109,16 +118,15 @@ class SecureChannel:
         self._received += 1
         return PayloadKind(kind), payload
 
-    def hear(self, within_s: float | None = None) -> dict[str, Any]:
-        """The next message; raises OSError like ``receive``, and where the frame is no message."""
+    def hear(self, codec: Codec[M], within_s: float | None = None) -> M:
+        """The next message; raises OSError like ``receive``, and ForeignMessage where it is none of the codec's."""
         kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
+        if kind is not PayloadKind.MESSAGE:
+            raise ForeignMessage("it sent bytes of a state in the place of a message")
         try:
-            message = json.loads(payload) if kind is PayloadKind.MESSAGE else None
-        except ValueError as error:
-            raise ConnectionError("a message is no JSON") from error
-        if not isinstance(message, dict):
-            raise ConnectionError("a frame is no message")
-        return message
+            return codec.decode(payload)
+        except msgspec.DecodeError as error:
+            raise ForeignMessage(f"its message is not expected: {error}") from error
 
     def close(self) -> None:
         """Close the connection; a receiving thread wakes up."""

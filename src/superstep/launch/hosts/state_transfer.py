@@ -1,9 +1,9 @@
 """Sends the bytes of a state from one host's memory to another's, over a channel.
 
-    sender     begin: which state, and each rank's memory layout ─────────────►
+    sender     CopyBegins: which state, and each rank's memory layout ────────►
                table 0 | slot 0 | table 1 | slot 1 | ...   in blocks       ─►   into a free slot
-               whole ──────────────────────────────────────────────────────►   only now the slots are marked complete
-                                                                       ◄──── kept
+               CopyEnds ───────────────────────────────────────────────────►   only now the slots are marked complete
+                                                                       ◄──── CopyTaken
 
 A rank may need the slot while it is read: then the transfer is void. Every frame is authenticated, and both sides
 compare each slot's checksum at the end.
@@ -13,12 +13,67 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
+import msgspec
+
+from superstep.comm.codec import Codec
 from superstep.launch.hosts.secure_channel import MOST_BYTES, PayloadKind, SecureChannel
 from superstep.state.snapshots.damage import find_damaged
 from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, WHOLE, WRITING, SnapshotMemory, State
 
 MOST_TABLE_BYTES = 2**30
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class FetchCopy(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A host wants the state of its ranks back."""
+
+    state: State
+
+
+class HeldCopies(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The states of the sender's ranks that the other host has already."""
+
+    states: frozenset[State]
+
+
+class RankCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The copy of one rank: its position, its checksum, and the bytes of its table and of its slot."""
+
+    samples: Count
+    tokens: Count
+    checksum: Count
+    table_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_TABLE_BYTES)]
+    slot_bytes: Count
+
+
+class CopyBegins(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A copy follows, in blocks."""
+
+    state: State
+    epoch: int
+    ranks: tuple[RankCopy, ...]
+
+
+class CopyEnds(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """All blocks have been sent; ``is_whole``: the state was held all the while, undamaged."""
+
+    is_whole: bool
+
+
+class CopyTaken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The receiver's answer: whether it keeps the copy."""
+
+    is_kept: bool
+
+
+FETCH: Codec[FetchCopy] = Codec(FetchCopy)
+HELD: Codec[HeldCopies] = Codec(HeldCopies)
+BEGINS: Codec[CopyBegins] = Codec(CopyBegins)
+ENDS: Codec[CopyEnds] = Codec(CopyEnds)
+TAKEN: Codec[CopyTaken] = Codec(CopyTaken)
 
 
 class StateDropped(Exception):
@@ -60,17 +115,17 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
         raise StateDropped
     if not all(memory.has_table for memory in memories):
         raise StateCorrupt
-    ranks = [
-        {
-            "samples": memory.get(slot, "samples"),
-            "tokens": memory.get(slot, "tokens"),
-            "checksum": memory.get(slot, "checksum"),
-            "table_bytes": len(memory.text()),
-            "slot_bytes": memory.slot_bytes,
-        }
+    ranks = tuple(
+        RankCopy(
+            samples=memory.get(slot, "samples"),
+            tokens=memory.get(slot, "tokens"),
+            checksum=memory.get(slot, "checksum"),
+            table_bytes=len(memory.text()),
+            slot_bytes=memory.slot_bytes,
+        )
         for memory, slot in zip(memories, full, strict=True)
-    ]
-    wire.say({"say": "begin", "state": state, "epoch": epoch, "ranks": ranks})
+    )
+    wire.say(CopyBegins(state, epoch, ranks))
     for memory, slot in zip(memories, full, strict=True):
         _send_bytes(wire, memory.text(), rate)
         low = memory.start(slot)
@@ -80,8 +135,8 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
     wrong = find_damaged(parts)
     is_there = all(memory.states().get(state) == slot for memory, slot in parts)  # and was, while it was read
     is_whole = is_there and not wrong
-    wire.say({"say": "whole" if is_whole else "void"})
-    is_kept = wire.hear().get("say") == "kept"
+    wire.say(CopyEnds(is_whole))
+    is_kept = wire.hear(TAKEN).is_kept
     if is_there and wrong:
         raise StateCorrupt
     if not (is_kept and is_whole):
@@ -112,17 +167,18 @@ def receive(
     Raises:
         OSError: the other side is gone, or sends something else.
     """
-    state, epoch, ranks = _read_start(wire, len(memories))
+    begins = wire.hear(BEGINS)
+    state, epoch, ranks = begins.state, begins.epoch, begins.ranks
+    if len(ranks) != len(memories):
+        raise ConnectionError(f"a copy of {len(ranks)} ranks, and {len(memories)} are expected")
     if not is_wanted(epoch):
         raise ConnectionError(f"a copy of epoch {epoch}, which is over")
     slots = []
     for memory, rank in zip(memories, ranks, strict=True):
-        if rank["table_bytes"] > MOST_TABLE_BYTES:
-            raise ConnectionError(f"a table of {rank['table_bytes']} bytes")
-        table = _receive_bytes(wire, bytearray(rank["table_bytes"]))
+        table = _receive_bytes(wire, bytearray(rank.table_bytes))
         if not memory.is_laid_out:
-            memory.lay_out_text(bytes(table), rank["slot_bytes"], HOSTS_SLOTS)
-        if memory.slot_bytes != rank["slot_bytes"]:
+            memory.lay_out_text(bytes(table), rank.slot_bytes, HOSTS_SLOTS)
+        if memory.slot_bytes != rank.slot_bytes:
             raise ConnectionError("a copy of another size than before")
         slot = memory.free_slot()
         if slot is None:
@@ -134,10 +190,10 @@ def receive(
             _receive_bytes(wire, place)
         memory.put(slot, "step", state[0])
         memory.put(slot, "turn", state[1])
-        memory.put(slot, "samples", rank["samples"])
-        memory.put(slot, "tokens", rank["tokens"])
-        memory.put(slot, "checksum", rank["checksum"])
-    is_whole = wire.hear().get("say") == "whole" and not find_damaged(list(zip(memories, slots, strict=True)))
+        memory.put(slot, "samples", rank.samples)
+        memory.put(slot, "tokens", rank.tokens)
+        memory.put(slot, "checksum", rank.checksum)
+    is_whole = wire.hear(ENDS).is_whole and not find_damaged(list(zip(memories, slots, strict=True)))
 
     def mark() -> None:
         for memory, slot in zip(memories, slots, strict=True):
@@ -146,21 +202,8 @@ def receive(
 
     if is_whole:
         keep(state, epoch, mark)
-    wire.say({"say": "kept" if is_whole else "left"})
+    wire.say(CopyTaken(is_whole))
     return state if is_whole else None
-
-
-def _read_start(wire: SecureChannel, count: int) -> tuple[State, int, list[dict[str, int]]]:
-    """Read the state, its epoch, and each rank's memory layout."""
-    begin = wire.hear()
-    try:
-        state: State = (int(begin["state"][0]), int(begin["state"][1]))
-        epoch, ranks = int(begin["epoch"]), [{name: int(each[name]) for name in each} for each in begin["ranks"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ConnectionError(f"a copy begins otherwise ({error!r})") from error
-    if len(ranks) != count:
-        raise ConnectionError(f"a copy of {len(ranks)} ranks, and {count} are expected")
-    return state, epoch, ranks
 
 
 def _receive_bytes(wire: SecureChannel, place: bytearray | memoryview) -> bytearray | memoryview:

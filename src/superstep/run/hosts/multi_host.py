@@ -30,7 +30,7 @@ from superstep.launch.hosts.follow_orders import attend, raised
 from superstep.launch.hosts.listener import HostListener
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
-from superstep.launch.hosts.messages import Address, Fetching, Hello, Message, Orders
+from superstep.launch.hosts.messages import Address, Fetching, Hello, Orders
 from superstep.launch.hosts.network_interface import address_to
 from superstep.launch.hosts.replica_store import ReplicaStore
 from superstep.launch.hosts.tcp_store import TcpStore
@@ -96,11 +96,11 @@ class HostedRun(Protocol[J]):
     def prepared(self) -> AbstractContextManager[J | None]:
         """The job on host 0, with the run's directory locked; None for a complete run."""
 
-    def facts(self, job: J, go: StartRanks) -> Message:
-        """Facts of host 0's job for the other hosts, with absolute paths."""
+    def facts(self, job: J, go: StartRanks) -> bytes:
+        """Facts of host 0's job for the other hosts, with absolute paths, as a message."""
 
-    def job(self, facts: Message) -> J:
-        """The job on another host."""
+    def job(self, given: Orders) -> J:
+        """The job on another host; raises Fault where the facts are of another kind."""
 
     def started(self, job: J, given: Orders, snapshots: Handles | None) -> J:
         """The job of ranks that are started now."""
@@ -181,7 +181,7 @@ class _Here(Generic[J]):
     def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
         """Start its ranks, and wait for them; whether all have finished."""
         if self.job is None:
-            self.job = self.kind.job(given.facts)
+            self.job = self.kind.job(given)
         if self._watch is None and self.job.folder.root.is_dir():
             self._watch = self.kind.watch(self.job)
         crew = given.go.crew(self.hosts.count)
@@ -238,7 +238,7 @@ def _led(here: _Here[J]) -> int:
     hosts, config, console = here.hosts, here.resolved.config, here.console
     stores: list[TcpStore] = []
 
-    def prepare(go: StartRanks) -> tuple[Address, Message]:
+    def prepare(go: StartRanks) -> tuple[Address, bytes]:
         assert here.job is not None
         stores[:] = [TcpStore(here.address)]
         return stores[0].address, here.kind.facts(here.job, go)

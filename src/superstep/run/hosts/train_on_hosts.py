@@ -8,8 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
+from superstep.comm.codec import Codec
 from superstep.launch.hosts.events import StartRanks
-from superstep.launch.hosts.messages import Message, Orders
+from superstep.launch.hosts.messages import Orders
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
@@ -22,6 +25,20 @@ from superstep.state.verify import newest
 from superstep.train.run_folder.folder_watch import FolderWatch
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import flops_per_token, operations
+
+
+class TrainFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts of host 0's job for the other hosts, with absolute paths."""
+
+    dir: Path
+    corpus: Path
+    checkpoint: Path | None
+    was_complete: bool
+    began_at_s: float
+    earlier_s: float
+
+
+FACTS: Codec[TrainFacts] = Codec(TrainFacts)
 
 
 class TrainOnHosts:
@@ -49,43 +66,44 @@ class TrainOnHosts:
         """The job on host 0, with the run's directory locked; None for a complete run."""
         return prepared_job(self.run, self._tokens, self._console, hosts=self._hosts)
 
-    def facts(self, job: TrainJob, go: StartRanks) -> Message:
-        """Facts of host 0's job for the other hosts, with absolute paths."""
+    def facts(self, job: TrainJob, go: StartRanks) -> bytes:
+        """Facts of host 0's job for the other hosts, as a message."""
         checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
-        return {
-            "dir": str(job.folder.root.resolve()),
-            "corpus": str(job.corpus.resolve()),
-            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-            "was_complete": job.was_complete,
-            "began_at_s": job.began_at_s,
-            "earlier_s": job.earlier_s,
-        }
+        facts = TrainFacts(
+            dir=job.folder.root.resolve(),
+            corpus=job.corpus.resolve(),
+            checkpoint=None if checkpoint is None else checkpoint.resolve(),
+            was_complete=job.was_complete,
+            began_at_s=job.began_at_s,
+            earlier_s=job.earlier_s,
+        )
+        return FACTS.encode(facts)
 
-    def job(self, facts: Message) -> TrainJob:
+    def job(self, given: Orders) -> TrainJob:
         """The job on another host."""
-        state = replace(self.run.config.state, dir=facts["dir"])
+        facts = given.facts_of(FACTS)
+        state = replace(self.run.config.state, dir=str(facts.dir))
         run = replace(self.run, config=replace(self.run.config, state=state))
         traced = operations(run)
         return TrainJob(
             run=run,
-            folder=RunFolder(root=Path(facts["dir"])),
-            corpus=Path(facts["corpus"]),
+            folder=RunFolder(root=facts.dir),
+            corpus=facts.corpus,
             checkpoint=None,
-            was_complete=facts["was_complete"],
+            was_complete=facts.was_complete,
             operations=traced,
             flops_per_token=flops_per_token(run, traced),
-            began_at_s=facts["began_at_s"],
-            earlier_s=facts["earlier_s"],
+            began_at_s=facts.began_at_s,
+            earlier_s=facts.earlier_s,
         )
 
     def started(self, job: TrainJob, given: Orders, snapshots: Handles | None) -> TrainJob:
         """The job of ranks that are started now."""
-        go, path = given.go, given.facts["checkpoint"]
+        go, checkpoint = given.go, given.facts_of(FACTS).checkpoint
         recovered = None
         if go.lost is not None:
             step = None if go.state is None else go.state[0]
             recovered = Recovery(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
-        checkpoint = None if path is None else Path(path)
         planned = self._planned(job, len(go.crew(self._hosts)))
         return replace(planned, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch, snapshots=snapshots)
 

@@ -7,8 +7,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
+from superstep.comm.codec import Codec
 from superstep.launch.hosts.events import StartRanks
-from superstep.launch.hosts.messages import Message, Orders
+from superstep.launch.hosts.messages import Orders
 from superstep.launch.ranks import World
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
@@ -22,6 +25,23 @@ from superstep.train.run_folder.folder_watch import FolderWatch
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.job import RlJob, continue_from, left_of
+
+
+class RlFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts of host 0's job for the other hosts, with absolute paths.
+
+    Attributes:
+        step: from which ranks start.
+        pages: of each rank's KV cache.
+    """
+
+    dir: Path
+    checkpoint: Path | None
+    step: int
+    pages: int | None
+
+
+FACTS: Codec[RlFacts] = Codec(RlFacts)
 
 
 class RlOnHosts:
@@ -54,24 +74,26 @@ class RlOnHosts:
         """The job on host 0, with the run's directory locked; None for a complete run."""
         return prepared_rl_job(self._recipe, self._kernels, self._console, hosts=self._hosts)
 
-    def facts(self, job: RlJob, go: StartRanks) -> Message:
-        """Facts of host 0's job for the other hosts, with absolute paths."""
+    def facts(self, job: RlJob, go: StartRanks) -> bytes:
+        """Facts of host 0's job for the other hosts, as a message."""
         checkpoint = job.checkpoint if go.epoch == 1 else newest(job.folder.checkpoints)
         saved = 0 if checkpoint is None else read_position(checkpoint).step
-        return {
-            "dir": str(job.folder.root.resolve()),
-            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
-            "step": saved if go.lost is None or go.state is None else go.state[0],
-            "pages": job.rollout.pages,
-        }
+        facts = RlFacts(
+            dir=job.folder.root.resolve(),
+            checkpoint=None if checkpoint is None else checkpoint.resolve(),
+            step=saved if go.lost is None or go.state is None else go.state[0],
+            pages=job.rollout.pages,
+        )
+        return FACTS.encode(facts)
 
-    def job(self, facts: Message) -> RlJob:
+    def job(self, given: Orders) -> RlJob:
         """The job on another host."""
-        state = replace(self.run.config.state, dir=facts["dir"])
+        facts = given.facts_of(FACTS)
+        state = replace(self.run.config.state, dir=str(facts.dir))
         run = replace(self.run, config=replace(self.run.config, state=state))
-        folder = RunFolder(root=Path(facts["dir"]))
-        rollout = replace(self._recipe.rollout, pages=facts["pages"])
-        program, tasks = left_of(run, self._recipe.rl, rollout, folder, facts["step"])
+        folder = RunFolder(root=facts.dir)
+        rollout = replace(self._recipe.rollout, pages=facts.pages)
+        program, tasks = left_of(run, self._recipe.rl, rollout, folder, facts.step)
         return RlJob(
             run=run,
             rl=self._recipe.rl,
@@ -87,15 +109,14 @@ class RlOnHosts:
 
     def started(self, job: RlJob, given: Orders, snapshots: Handles | None) -> RlJob:
         """The job of ranks that are started now."""
-        go, path, step = given.go, given.facts["checkpoint"], given.facts["step"]
+        go, facts = given.go, given.facts_of(FACTS)
         recovered, resumed = None, None
         if go.lost is not None:
             recovered = None if go.state is None else go.state[0]
-            told = Resumed(step=step, path="", lost_at_s=go.lost.at_s)
+            told = Resumed(step=facts.step, path="", lost_at_s=go.lost.at_s)
             resumed = replace(told, joined=go.lost.text) if go.lost.is_gain else replace(told, lost=go.lost.text)
-        checkpoint = None if path is None else Path(path)
-        now = replace(job, checkpoint=checkpoint, recovered=recovered, resumed=resumed)
-        return continue_from(replace(now, epoch=go.epoch, snapshots=snapshots), step)
+        now = replace(job, checkpoint=facts.checkpoint, recovered=recovered, resumed=resumed)
+        return continue_from(replace(now, epoch=go.epoch, snapshots=snapshots), facts.step)
 
     def watch(self, job: RlJob) -> FolderWatch:
         """A watch of the run directory."""
