@@ -97,6 +97,20 @@ def test_each_group_is_trained_once_and_by_the_same_version_wherever_a_run_is_cu
     assert dict(sampled) == dict.fromkeys(range(asked.steps * asked.groups), 1)
 
 
+@given(asked, st.integers(1, 4), st.data())
+def test_a_complete_run_with_more_steps_samples_with_the_weights_that_it_has(asked, more, data):
+    """Its older versions are retired, which the next steps within the lag would have been sampled by."""
+    whole = compile_iterations(asked)
+    cursor = after(whole, run(whole, data))
+    assert cursor == Cursor(step=asked.steps)
+    longer = compile_iterations(replace(asked, steps=asked.steps + more), cursor)
+    sampled = [i for i in run(longer, data) if isinstance(i, Sample)]
+    assert sorted(i.group for i in sampled) == list(
+        range(asked.steps * asked.groups, (asked.steps + more) * asked.groups)
+    )
+    assert all(i.version >= asked.steps for i in sampled)
+
+
 @given(asked, st.data())
 def test_no_order_of_the_lanes_waits_for_ever_or_takes_a_snapshot_that_is_gone(asked, data):
     program = compile_iterations(asked)

@@ -107,8 +107,8 @@ class _Lane:
         age = self.schedule.step_of(group) - version
         if not 0 <= age <= self.schedule.lag:
             return f"the version is {age} steps old when it is trained on, and lag allows 0 to {self.schedule.lag}"
-        if version != self.schedule.version_of(group):
-            return f"a restart would sample the group with version {self.schedule.version_of(group)}"
+        if version != self.program.version_of(group):
+            return f"a restart would sample the group with version {self.program.version_of(group)}"
         if version != self.held:
             held = "none" if self.held is None else f"version {self.held}"
             return f"the sampler has {held} in its place; take version {version} first"

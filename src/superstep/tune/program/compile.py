@@ -47,9 +47,8 @@ def _share_version(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction
     wanted = _wanted_groups(schedule, cursor)
     yield from (ins.Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for step in range(cursor.step, schedule.steps):
-        version = schedule.version_of(schedule.groups_of(step)[0])
-        groups = wanted.pop(version, [])
-        if groups:
+        for version in [version for version in wanted if version <= step]:
+            groups = wanted.pop(version)
             if version not in cursor.published:
                 yield ins.Publish(version)
             yield ins.Swap("sample")
@@ -93,5 +92,5 @@ def _wanted_groups(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]
     for step in range(cursor.step, schedule.steps):
         for group in schedule.groups_of(step):
             if group not in cursor.recorded:
-                groups.setdefault(schedule.version_of(group), []).append(group)
+                groups.setdefault(cursor.version_of(group, schedule), []).append(group)
     return groups

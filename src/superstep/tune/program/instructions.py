@@ -157,6 +157,13 @@ class Cursor:
     recorded: frozenset[int] = frozenset()
     published: frozenset[int] = frozenset()
 
+    def version_of(self, group: int, schedule: RlSchedule) -> int:
+        """The version that samples a group that is left: that of the schedule. A run that is continued behind its last
+        step has no older versions any more, and samples with the weights from which it goes on.
+        """
+        version = schedule.version_of(group)
+        return version if version >= self.step or version in self.published else self.step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Iterations:
@@ -185,6 +192,10 @@ class Iterations:
         """The instructions of a lane; empty for an absent lane."""
         return dict(self.lanes).get(name, ())
 
+    def version_of(self, group: int) -> int:
+        """The version that samples a group that is left."""
+        return self.cursor.version_of(group, self.schedule)
+
     def uses(self, i: Instruction) -> tuple[Instruction, ...]:
         """Instructions, on any lane, that must end before this one can begin; in addition to the order of its own lane.
 
@@ -194,7 +205,7 @@ class Iterations:
             case Sample(_, version):
                 return (Take(version),)
             case Grade(group):
-                return () if group in self.cursor.recorded else (Sample(group, self.schedule.version_of(group)),)
+                return () if group in self.cursor.recorded else (Sample(group, self.version_of(group)),)
             case Train(step):
                 before = (Train(step - 1),) if step > self.cursor.step else ()
                 return (*before, *(Grade(group) for group in self.schedule.groups_of(step)))
