@@ -19,9 +19,10 @@ from superstep.comm.objects import barrier
 from superstep.engine.measure import probe_machine
 from superstep.errors import ConfigError
 from superstep.launch import ranks as launching
+from superstep.launch import torchrun
 from superstep.launch.ranks import launch, launch_on
 from superstep.launch.rendezvous import RankSlot
-from superstep.launch.torchrun import ANSWERS, PREPARED, Rank0Value, StoredValue, join
+from superstep.launch.torchrun import ANSWERS, PREPARED, Rank0Value, StoredValue, join, one_world
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.runner.rank_commands import WeightReading
 
@@ -144,10 +145,11 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     monkeypatch.setattr(dist, "rendezvous", lambda *args, **kwargs: iter([(store, 5, 8)]))
     groups = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: groups.append((backend, settings)))
+    monkeypatch.setattr(torchrun, "_own_address", lambda store: "127.0.0.1")
     joined = []
     join(
         lambda ranks: contextlib.nullcontext("made"),
-        lambda world, value: joined.append((world.device, value)),
+        one_world(lambda world, value: joined.append((world.device, value))),
         StoredValue(str.encode, bytes.decode),
         lambda value: {"made": "cuda"}[value],
     )
@@ -156,14 +158,14 @@ def test_a_rank_that_joins_takes_the_gpu_of_its_number(host, monkeypatch, enviro
     assert [(backend, told["device_id"]) for backend, told in groups] == [("nccl", torch.device("cuda", index))]
 
 
-def test_groups_and_barriers_are_bound_to_a_ranks_own_gpu(host, monkeypatch):
+def test_groups_and_barriers_are_bound_to_a_ranks_own_gpu(host, monkeypatch, tmp_path):
     """NCCL takes the GPU of the rank's number otherwise, which on another host than the first is another's or none."""
     host(8)
     told = []
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **given: told.append(given["device_id"]))
     monkeypatch.setattr(dist, "barrier", lambda group, device_ids: told.append(device_ids))
     for device in (Device("cuda", 5), Device("cpu")):
-        RankSlot(rank=13, world=16, file="file:///none", store=None, is_first=False).take(device)
+        RankSlot(rank=13, world=16, name="", file=tmp_path / "none", meeting=None, is_first=False).take(device)
         barrier(device)
     assert told == [torch.device("cuda", 5), [5], None, None]
 

@@ -12,9 +12,10 @@ from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import ScheduleKeeper
 from superstep.launch.hosts.events import Cause, HostHolds, HostJoined, RunOver
 from superstep.launch.hosts.follow_orders import attend
-from superstep.launch.hosts.listener import HostListener, JoinRefused, knock
+from superstep.launch.hosts.listener import JoinRefused, SecureListener, knock
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
+from superstep.launch.hosts.messages import HELLO as HELLOS
 from superstep.launch.hosts.messages import Hello, Refused, Welcome
 
 SECRET = b"known to both sides"
@@ -158,7 +159,7 @@ def test_a_lead_with_another_message_is_named_with_the_field():
         while True:
             wire.receive()
 
-    door = HostListener(("127.0.0.1", 0), SECRET, enters, lambda line: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, enters, lambda line: None)
     try:
         host = Host(1, Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing()))
         _until(lambda: host.said)
@@ -212,7 +213,7 @@ def test_a_number_that_is_taken_is_refused(lead):
 
 
 def test_who_comes_after_the_run_is_complete_is_told_at_once():
-    door = HostListener(("127.0.0.1", 0), SECRET, lambda wire, hello: None, lambda line: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, lambda wire, hello: None, lambda line: None)
     door.close()
     asked = iter((False, True))
     late = Member(door.address, SECRET, mine=HELLO, patience_s=60, copies=Nothing(), is_complete=lambda: next(asked))

@@ -27,7 +27,7 @@ from superstep.launch.hosts.events import (
     RunOver,
     StartRanks,
 )
-from superstep.launch.hosts.listener import WAITING, HostListener, JoinRefused, knock
+from superstep.launch.hosts.listener import WAITING, JoinRefused, SecureListener, knock
 from superstep.launch.hosts.membership import CopyPlacement, HeldStates
 from superstep.launch.hosts.messages import (
     FROM_LEAD,
@@ -180,21 +180,61 @@ def test_a_message_that_is_not_expected_is_refused_with_its_field(codec, fields,
         other.hear(codec)
 
 
+class Text(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+TEXTS = Codec(Text)
+
+
+@pytest.mark.parametrize("length", [MOST_BYTES - 40, 2 * MOST_BYTES, 3 * MOST_BYTES + 1])
+def test_a_message_longer_than_a_frame_comes_whole(length):
+    one, other = _pair()
+    threading.Thread(target=one.say, args=(Text("x" * length),)).start()
+    assert other.hear(TEXTS) == Text("x" * length)
+    other.say(Text(""))
+    assert one.hear(TEXTS) == Text("")
+
+
+def test_a_message_has_a_bound(monkeypatch):
+    monkeypatch.setattr(wires, "MOST_FRAMES", 2)
+    one, other = _pair()
+    with pytest.raises(ValueError, match="is the most"):
+        one.say(Text("x" * 2 * MOST_BYTES))
+    for _ in range(3):
+        one.send(PayloadKind.PART, b"x")
+    with pytest.raises(ForeignMessage, match="no whole message"):
+        other.hear(TEXTS)
+
+
+def test_what_has_arrived_is_known_without_a_wait():
+    one, other = _pair()
+    assert not other.poll(0.0)
+    one.say(Step(1))
+    assert other.poll(5.0)
+    assert other.hear(STEPS) == Step(1)
+    one.close()
+    assert other.poll(5.0), "its end is to be read"
+
+
 def test_bytes_of_a_state_are_no_message():
     one, other = _pair()
     one.send(PayloadKind.BLOCK, b"x")
-    with pytest.raises(ForeignMessage, match="in the place of a message"):
+    with pytest.raises(ForeignMessage, match="no whole message"):
         other.hear(STEPS)
 
 
 def test_the_door_tells_of_a_hello_that_is_not_expected():
     told = []
-    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, told.append)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, _welcome, told.append)
     try:
         wire = ask(door.address, SECRET)
         wire.say(Step(1))
         with pytest.raises(OSError, match=r"gone|reset"):
             wire.hear(WELCOME)
+        until_s = time.monotonic() + 10
+        while not told and time.monotonic() < until_s:
+            time.sleep(0.01)
     finally:
         door.close()
     (line,) = told
@@ -255,7 +295,7 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
         wire.say(Welcome())
         wire.say(wire.hear(STEPS))
 
-    door = HostListener(("127.0.0.1", 0), SECRET, enters, told.append)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, enters, told.append)
     try:
         wire = knock(door.address, SECRET, HELLO)
         wire.say(Step(3))
@@ -278,7 +318,7 @@ def _welcome(wire, hello):
 def test_slow_strangers_keep_nobody_out_who_knows_the_secret(monkeypatch):
     """However many: who came first loses his place to the next, and guests have other places."""
     monkeypatch.setattr(wires, "GREETING_S", 60.0)
-    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, _welcome, lambda text: None)
     strangers = [socket.create_connection(door.address) for _ in range(WAITING + 5)]
     try:
         for each in strangers[5:]:
@@ -306,7 +346,7 @@ def test_each_that_comes_in_a_burst_takes_the_place_of_another_stranger(monkeypa
         raise OSError
 
     monkeypatch.setattr(doors, "answer", answers)
-    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, _welcome, lambda text: None)
     monkeypatch.setattr(doors, "_hang_up", lambda sock: hung_up.append(sock.getpeername()))
     strangers = []
     try:
@@ -328,7 +368,7 @@ def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
     """Byte by byte, each of them soon enough: before the secret is shown, and after."""
     monkeypatch.setattr(wires, "GREETING_S", 0.4)
     monkeypatch.setattr(doors, "GREETING_S", 0.4)
-    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, _welcome, lambda text: None)
     try:
         sock = ask(door.address, SECRET)._socket if is_known else socket.create_connection(door.address)
         drops = struct.pack("<IBQ", 1000, 1, 0) + bytes(30) if is_known else wires.MAGIC + bytes(wires.NONCE)
@@ -346,7 +386,7 @@ def test_a_greeting_that_drips_ends_in_time(is_known, monkeypatch):
 
 def test_guests_have_a_bound_too(monkeypatch):
     monkeypatch.setattr(doors, "GUESTS", 2)
-    door = HostListener(("127.0.0.1", 0), SECRET, _welcome, lambda text: None)
+    door = SecureListener(("127.0.0.1", 0), SECRET, HELLOS, _welcome, lambda text: None)
     try:
         first, _ = [knock(door.address, SECRET, HELLO) for _ in range(2)]
         with pytest.raises(OSError, match=r"gone|reset"):

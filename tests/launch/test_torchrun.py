@@ -72,7 +72,7 @@ sys.path.insert(0, {tests!r})
 import test_torchrun
 from superstep.errors import SuperstepError
 from superstep.comm.codec import VERSION
-from superstep.launch.torchrun import join
+from superstep.launch.torchrun import join, one_world
 
 def terminate(number, frame):
     raise SystemExit(128 + number)
@@ -80,7 +80,7 @@ def terminate(number, frame):
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, terminate)  # as the command line does: no Python runs while a collective waits
     try:
-        join(test_torchrun._nothing, test_torchrun.{worker}, test_torchrun.NUMBER)
+        join(test_torchrun._nothing, one_world(test_torchrun.{worker}), test_torchrun.NUMBER)
     except SuperstepError as error:
         print("said:", error, file=sys.stderr, flush=True)
         sys.exit(error.exit_status)

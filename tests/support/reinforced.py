@@ -20,6 +20,7 @@ from superstep.errors import Fault
 from superstep.grade.config import GradeConfig
 from superstep.grade.environment import load_environment
 from superstep.launch.ranks import World
+from superstep.launch.rendezvous import LaunchStore
 from superstep.launch.stop_request import StopRequest
 from superstep.model.hf import open_weights
 from superstep.plan.config import (
@@ -39,7 +40,7 @@ from superstep.tune.program.order import issue_order
 from superstep.tune.rl import rollout_worker as seat_module
 from superstep.tune.rl.colocated import ColocatedRank, reinforce
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
+from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
 from superstep.tune.rl.initial_policy import with_start
 from superstep.tune.rl.job import RlJob, job_of, serve_of
 from superstep.tune.rl.rollout_log import RolloutLog
@@ -246,12 +247,12 @@ def run_apart(
     dist.destroy_process_group()
     told: list[dict] = []
     first = 0
-    for party, each in enumerate(parties_of(job, train_apart, sample_apart)):
+    for party, each in enumerate(worlds_of(job, train_apart, sample_apart)):
         if first <= rank < first + each.size:
             store, number = f"file://{folder}/store-{party}", rank - first
             bound = {"device_id": device.of_groups}
             dist.init_process_group(device.backend, init_method=store, rank=number, world_size=each.size, **bound)
-            world = World(number, each.size, device, folder=Path(folder))
+            world = World(number, each.size, device, store=LaunchStore.of_folder(Path(folder)))
 
             def tell(learnt: RlStepResult, asked: StopRequest = world.stop) -> None:
                 told.append(_of(learnt))

@@ -6,7 +6,7 @@ import pickle
 import tempfile
 import time
 from concurrent.futures import Future
-from multiprocessing.connection import Client, Listener
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,20 @@ from superstep.errors import Fault
 from superstep.grade.task import Rollout
 from superstep.grade.verdict import Verdict
 from superstep.launch.failure import trouble_of
+from superstep.launch.hosts.listener import SecureListener
+from superstep.launch.hosts.secure_channel import PayloadKind, ask
+from superstep.launch.rendezvous import LaunchStore
 from superstep.plan.config import LoraConfig
 from superstep.tune.program.instructions import RlSchedule
-from superstep.tune.rl.disaggregated.hub_connection import HubConnection
-from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, SamplerHello
+from superstep.tune.rl.disaggregated.hub_connection import HUB, HubConnection
+from superstep.tune.rl.disaggregated.hub_messages import (
+    ADDRESS,
+    SAMPLER_HELLO,
+    HubAddress,
+    Retired,
+    SampledGroup,
+    SamplerHello,
+)
 from superstep.tune.rl.disaggregated.rollout_hub import RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
@@ -45,7 +55,7 @@ def in_turn(pool, start, tmp_path_factory):
 
 @pytest.fixture
 def folder():
-    """Of a launch: a short name, as that of a socket must be."""
+    """Of a launch."""
     with tempfile.TemporaryDirectory(prefix="apart-") as name:
         yield name
 
@@ -103,7 +113,7 @@ ASKED = RlSchedule(steps=4, groups=2, lag=1, placement="apart")
 @pytest.fixture
 def meeting(folder, tmp_path):
     """Makes an exchange of so many samplers; and lines to it."""
-    address = Path(folder) / "samplers"
+    store = LaunchStore.of_folder(Path(folder))
     record = RolloutLog(tmp_path / NAME)
 
     def exchange(samplers=1, timeout_s=0.2):
@@ -112,12 +122,12 @@ def meeting(folder, tmp_path):
         owners = {3: 0, 4: samplers - 1}
         window = TaskWindow(0, ASKED)
         made = RolloutHub(
-            address, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
+            store, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
         )
         return made, record
 
     def line(sampler=0, timeout_s=0.2):
-        return HubConnection(address, SamplerHello(sampler, 0), timeout_s)
+        return HubConnection(store, SamplerHello(sampler, 0), timeout_s)
 
     return exchange, line
 
@@ -153,7 +163,7 @@ def test_a_line_that_breaks_is_a_fault_that_follows_from_another(meeting):
     make, line = meeting
     exchange, _ = make()
     with exchange:
-        line()._pipe.close()
+        line()._wire.close()
         with pytest.raises(Fault, match=r"^sampler 0, rank 0 has gone\.$") as raised:
             waits(exchange, range(3, 4))
     assert trouble_of(0, raised.value).order == 3
@@ -208,9 +218,9 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
     record, graders = RolloutLog(tmp_path / NAME), ByHand()
     grading, good = Grading(record, graders, 0), Verdict("ok", 1.0)
     answer = TaskAnswer(strands=(), rollout=Rollout((), "stop"))
-    window, address = TaskWindow(1, ASKED), Path(folder) / "samplers"
+    window, store = TaskWindow(1, ASKED), LaunchStore.of_folder(Path(folder))
     exchange = RolloutHub(
-        address, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
+        store, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
     )
 
     def step(number, beat_s=60.0):
@@ -218,7 +228,7 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
         return None if found is None else [group.number for group in found[0]]
 
     with exchange:
-        line = HubConnection(address, SamplerHello(0, 0), 60.0)
+        line = HubConnection(store, SamplerHello(0, 0), 60.0)
         for number in (1, 2, 3, 4, 5, 6):
             line.tell(SampledGroup(TaskGroup(number=number, version=0, answers=(answer,))))
         while 6 not in graders.asked:
@@ -288,19 +298,68 @@ class Harm:
         return open, (str(self.path), "w")
 
 
-def test_what_comes_over_a_line_is_never_unpickled(meeting, folder, tmp_path):
-    make, _ = meeting
+@pytest.fixture
+def store(folder):
+    return LaunchStore.of_folder(Path(folder))
+
+
+def test_what_comes_over_a_line_is_never_unpickled(meeting, store, tmp_path):
+    make, line = meeting
     planted = pickle.dumps(Harm(tmp_path / "harmed"))
     exchange, _ = make()
-    with exchange, Client(str(Path(folder) / "samplers"), "AF_UNIX") as stranger:
-        stranger.send_bytes(planted)
-        with pytest.raises(Fault, match=r"^what came from a sampler is no message of a sampler's"):
+    with exchange:
+        line()._wire.send(PayloadKind.MESSAGE, planted)
+        with pytest.raises(Fault, match=r"^sampler 0, rank 0: its message is not expected: a message begins with"):
             waits(exchange, range(4, 5))
-    address = str(Path(folder) / "trainer")
-    with Listener(address, "AF_UNIX") as listener:
-        line = HubConnection(Path(address), SamplerHello(0, 0), 60.0)
-        with listener.accept() as stranger:
-            stranger.send_bytes(planted)
-            with pytest.raises(Fault, match=r"^what came from the trainer is no message of its"):
-                line.version(0)
+    said = []
+
+    def enters(wire, hello):
+        said.append(hello)
+        wire.send(PayloadKind.MESSAGE, planted)
+        wire.receive()
+
+    listener = SecureListener(("127.0.0.1", 0), b"secret", SAMPLER_HELLO, enters, said.append)
+    try:
+        store.put(HUB, ADDRESS.encode(HubAddress(*listener.address, b"secret")))
+        with pytest.raises(Fault, match=r"^the trainer: its message is not expected: a message begins with"):
+            line(1).version(0)
+    finally:
+        listener.close()
+    assert said == [SamplerHello(1, 0)]
     assert not (tmp_path / "harmed").exists()
+
+
+def test_the_hub_takes_nothing_from_who_does_not_know_its_secret(meeting, store):
+    make, line = meeting
+    exchange, _ = make()
+    with exchange:
+        hub = ADDRESS.decode(store.get(HUB))
+        with pytest.raises(ConnectionError, match="has another secret"):
+            ask((hub.host, hub.port), b"another")
+        line().tell(SampledGroup(GROUP))
+        waits(exchange, range(3, 4))
+
+
+def test_with_a_secret_of_the_run_the_hub_publishes_none(folder, tmp_path):
+    store = replace(LaunchStore.of_folder(Path(folder)), secret=b"of the run")
+    record = RolloutLog(tmp_path / NAME)
+    hub = RolloutHub(
+        store,
+        record,
+        Grading(record, None, 0),
+        samplers=1,
+        ranks=1,
+        owners={},
+        window=TaskWindow(0, ASKED),
+        timeout_s=60.0,
+    )
+    with hub:
+        assert ADDRESS.decode(store.get(HUB)).secret is None
+        HubConnection(store, SamplerHello(0, 0), 60.0).close()
+        hub.finish()
+
+
+def test_an_address_that_the_hub_did_not_write_is_refused(meeting, store):
+    store.put(HUB, b"10.0.0.1:80")
+    with pytest.raises(Fault, match=r"^the launch's store holds under superstep/hub what the trainer did not write"):
+        meeting[1]()

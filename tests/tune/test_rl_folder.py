@@ -20,7 +20,7 @@ from superstep.observe.jsonl import last_line, read
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.train.weights import publish_weights
 from superstep.tune.rl.colocated import reinforce
-from superstep.tune.rl.disaggregated.disaggregated import parties_of, sample_apart, train_apart
+from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.rollout_log import NAME
 from superstep.tune.rl.rollout_worker import RolloutWorker
@@ -95,7 +95,7 @@ def _launch(job: RlJob, change: Change) -> None:
     if job.rollout.placement == "shared":
         launch_on("cpu", 2, _train, job, change)
     else:
-        launch_parties("cpu", parties_of(job, partial(_train, change=change), sample_apart))
+        launch_parties("cpu", worlds_of(job, partial(_train, change=change), sample_apart))
 
 
 def _move(root: Path) -> None:
@@ -146,7 +146,7 @@ def test_the_state_is_saved_where_the_directory_goes_while_weights_are_published
     job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart"})
     job = replace(job, files={"run.toml": ""})
     with pytest.raises(Fault, match=r"was (moved|removed)") as fault:
-        launch_parties("cpu", parties_of(job, partial(_train_and_publish, change=change, at=at), sample_apart))
+        launch_parties("cpu", worlds_of(job, partial(_train_and_publish, change=change, at=at), sample_apart))
     assert fault.value.saved_in == str(tmp_path / name)
     assert [each.name for each in checkpoints(tmp_path / name / "checkpoints")] == ["step-000001"]
     assert not job.folder.root.exists()
@@ -187,7 +187,7 @@ def test_a_sampler_that_misses_its_version_leaves_it_to_the_trainer_to_say_why(
     job = reinforced.job(tmp_path / "run", start, rollout={"placement": "apart", "tp": tp})
     train = partial(_train, change=partial(_change_first, change=change), step=2)
     with pytest.raises(Fault, match=r"was (moved|removed)") as fault:
-        launch_parties("cpu", parties_of(job, train, _sample_late))
+        launch_parties("cpu", worlds_of(job, train, _sample_late))
     assert fault.value.saved_in == str(tmp_path / name)
     assert "step-000002" in [each.name for each in checkpoints(tmp_path / name / "checkpoints")]
 

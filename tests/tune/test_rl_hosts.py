@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,18 +44,20 @@ def grade(task, rollout):
     time.sleep(0.05)
     return quick(task, rollout)
 """
+APART = ["--rollout.placement", "apart", "--rollout.ranks", "2"]
 HOSTS = ["--hosts", "2", "--host", "0", "--meet", "10.0.0.1:29400"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A recipe, and a run of it on one host."""
+    """A recipe, and runs of it on one host, with samplers among the ranks and apart."""
     folder = tmp_path_factory.mktemp("hosts")
     (folder / "start").mkdir()
     start = reinforced.start(folder / "start")
     (start / "slow.py").write_text(reinforced.ENVIRONMENT + SLOW)
     (folder / "rl.toml").write_text(reinforced.RECIPE.format(start=start, environment="slow.py") + RECIPE)
     assert main(["tune", "rl", str(folder / "rl.toml"), "--state.dir", str(folder / "one")]) == 0
+    assert main(["tune", "rl", str(folder / "rl.toml"), *APART, "--state.dir", str(folder / "apart")]) == 0
     return folder
 
 
@@ -78,15 +81,40 @@ def test_what_is_lost_is_replaced_and_costs_no_bit(place, tmp_path, lost):
     assert ("SIGKILL" if lost == "a rank" else "host 1") in resumed["lost"], resumed
     if lost == "a rank":  # a neighbour's copies, by which a host is replaced, come later
         assert resumed["step"] >= 2, "each step's state is in memory"
-    assert several.losses(two) == several.losses(place / "one")
-    ours, theirs = reinforced.weights(two), reinforced.weights(place / "one")
+    require_same(two, place / "one")
+
+
+def require_same(root: Path, other: Path) -> None:
+    assert several.losses(root) == several.losses(other)
+    ours, theirs = reinforced.weights(root), reinforced.weights(other)
     assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+def test_samplers_apart_on_each_host_have_the_bits_of_one_host_and_are_replaced(place, tmp_path):
+    """Each host trains with one rank and samples with another; the one that samples on host 1 is killed."""
+    two = tmp_path / "two"
+    flags = ["--state.dir", str(two), "--state.existing", "resume", "--state.snapshot-every", "1", *APART]
+    with several.Several(place, flags, verb=("tune", "rl", "rl.toml")) as hosts:
+        hosts.start(1)
+        hosts.start(0)
+        hosts.until(lambda: len(several.told(two, "step")) >= 3)
+        trainer, sampler = hosts.ranks(1)
+        os.kill(sampler, signal.SIGKILL)
+        assert hosts.wait() == [0, 0], hosts.output()
+        assert trainer not in hosts.ranks(1)
+    (resumed,) = several.told(two, "resumed")
+    assert "sampler 1, rank 0" in resumed["lost"]
+    assert "SIGKILL" in resumed["lost"]
+    assert resumed["step"] >= 2
+    require_same(two, place / "apart")
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--rollout.placement", "apart"], "rollout.placement = 'apart' needs ranks that superstep launches itself"),
+        (["--rollout.placement", "apart"], "rollout.ranks = 1: --hosts = 2 share the samplers evenly"),
         (["--observe.sample", "a"], "observe.sample = 'a' needs ranks that one launcher of superstep has"),
         (["--plan.dp", "1"], "--hosts = 2 does not divide the plan's 1 ranks"),
         (["--state.peers", "1"], "state.peers = 1"),

@@ -20,9 +20,10 @@ from superstep.cli.main import main
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
 from superstep.run.console import Console
-from superstep.run.rl import launch_rl
-from superstep.run.rl.rl_rank import rl_rank
+from superstep.run.rl import rl_rank as rl_ranks
+from superstep.run.rl.rl_rank import rl_rank, rl_sampler
 from superstep.state.object_store.store import CheckpointStore
+from superstep.tune.rl.disaggregated.hub_connection import HubConnection
 from superstep.tune.rl.history import read_history
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.policy_trainer import PolicyTrainer
@@ -123,7 +124,7 @@ def _added_wrongly(world: World, job: RlJob, console: Console) -> bool:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("placement", ["shared", "apart"])
 def test_a_trainers_rank_that_is_killed_costs_one_step_at_most_and_no_bit(place, tmp_path, monkeypatch, placement):
-    monkeypatch.setattr(launch_rl, "rl_rank", _killed)
+    monkeypatch.setattr(rl_ranks, "rl_rank", _killed)
     root = tmp_path / "run"
     go(place, root, "--state.snapshot_every", "1", "--state.save_every", "100", placement=placement)
     (resumed,) = events(root, "resumed")
@@ -134,10 +135,53 @@ def test_a_trainers_rank_that_is_killed_costs_one_step_at_most_and_no_bit(place,
     )
 
 
+def _sampler_killed(world: World, job: RlJob, number: int) -> None:
+    inner, once = HubConnection.version, job.folder.root.with_suffix(".once")
+
+    def version(self, version):
+        if version == 3 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, version)
+
+    HubConnection.version = version
+    rl_sampler(world, job, number)
+
+
+@pytest.mark.multiproc
+def test_a_sampler_that_is_killed_is_replaced_and_costs_no_bit(place, tmp_path, monkeypatch):
+    """Each of the trainer's two ranks misses it, too, which follows from its end."""
+    monkeypatch.setattr(rl_ranks, "rl_sampler", _sampler_killed)
+    root = tmp_path / "run"
+    go(place, root, "--state.snapshot_every", "1", "--state.save_every", "100", placement="apart")
+    (resumed,) = events(root, "resumed")
+    assert "sampler 0, rank 0" in resumed["lost"]
+    assert "SIGKILL" in resumed["lost"]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("placement", ["shared", "apart"])
+def test_a_complete_run_goes_on_to_more_steps(place, tmp_path, placement):
+    """Within the lag of its last step, too, of which the versions are gone."""
+    words = [
+        "tune",
+        "rl",
+        str(place / "rl.toml"),
+        "--state.dir",
+        str(tmp_path / "run"),
+        "--rollout.placement",
+        placement,
+    ]
+    for steps in (1, 2, 3):
+        assert main([*words, "--train.steps", str(steps)]) == 0
+    assert [line["step"] for line in events(tmp_path / "run", "step")] == [1, 2, 3]
+    assert not list((tmp_path / "run" / "weights").glob("*"))
+
+
 @pytest.mark.multiproc
 @pytest.mark.parametrize("snapshots", [(), ("--state.snapshot_every", "1")])
 def test_state_that_is_corrupted_is_found_and_the_run_goes_back(place, tmp_path, monkeypatch, snapshots):
-    monkeypatch.setattr(launch_rl, "rl_rank", _flipped)
+    monkeypatch.setattr(rl_ranks, "rl_rank", _flipped)
     root = tmp_path / "run"
     go(place, root, "--state.fingerprint_every", "1", "--state.save_every", "1", *snapshots)
     (back,) = events(root, "rolled_back")
@@ -149,7 +193,7 @@ def test_state_that_is_corrupted_is_found_and_the_run_goes_back(place, tmp_path,
 
 @pytest.mark.multiproc
 def test_a_gradient_that_other_ranks_do_not_compute_is_computed_again(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_rl, "rl_rank", _added_wrongly)
+    monkeypatch.setattr(rl_ranks, "rl_rank", _added_wrongly)
     root = tmp_path / "run"
     go(place, root, "--state.recompute_every", "2")
     (back,) = events(root, "rolled_back")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,8 +22,10 @@ from superstep.run.console import Silent
 from superstep.run.launch_rules import Launcher
 from superstep.run.rl.prepare_rl import prepared_rl_job
 from superstep.run.rl.rl_job_message import RL_JOB
+from superstep.tune.rl.disaggregated.hub_connection import HubConnection
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 
+APART = ("--rollout.placement", "apart")
 RECIPE = """
 [train]
 steps = 4
@@ -40,12 +44,14 @@ save_every = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A recipe, and a run of it whose ranks superstep launched."""
+    """A recipe, and runs of it whose ranks superstep launched, with samplers among them and apart."""
     folder = tmp_path_factory.mktemp("joined")
     (folder / "start").mkdir()
     start = reinforced.start(folder / "start")
     (folder / "rl.toml").write_text(reinforced.RECIPE.format(start=start, environment="tasks.py") + RECIPE)
-    assert main(["tune", "rl", str(folder / "rl.toml"), "--plan.dp", "2", "--state.dir", str(folder / "launched")]) == 0
+    command = ["tune", "rl", str(folder / "rl.toml"), "--plan.dp", "2"]
+    assert main([*command, "--state.dir", str(folder / "launched")]) == 0
+    assert main([*command, *APART, "--state.dir", str(folder / "apart")]) == 0
     return folder
 
 
@@ -97,13 +103,48 @@ def test_they_go_back_by_themselves_where_state_is_corrupted(place, tmp_path):
 
 
 @pytest.mark.multiproc
-def test_what_such_ranks_cannot_do_is_refused_in_one_line(place, tmp_path):
-    command = ["tune", "rl", str(place / "rl.toml"), "--state.dir", str(tmp_path / "run")]
-    statuses, said = join_ranks(tmp_path, [*command, "--rollout.placement", "apart"])
+def test_samplers_apart_come_to_the_bits_of_launched_ones(place, tmp_path):
+    """The first two ranks train, and the third one samples."""
+    root = tmp_path / "run"
+    command = ["tune", "rl", str(place / "rl.toml"), *APART, "--state.dir", str(root)]
+    assert join_ranks(tmp_path, command, ranks=3) == ([0, 0, 0], "")
+    require_same(root, place / "apart")
+    assert not list((root / "weights").iterdir())
+
+
+def _kill(rank: int) -> None:
+    """Once a version was sampled, and the first step with it is saved."""
+    inner = HubConnection.version
+
+    def version(self, number):
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, number)
+
+    HubConnection.version = version
+
+
+@pytest.mark.multiproc
+def test_a_run_whose_sampler_is_killed_ends_and_goes_on_to_the_same_bits(place, tmp_path):
+    """As torchrun starts all ranks again with --max-restarts."""
+    root = tmp_path / "run"
+    command = ["tune", "rl", str(place / "rl.toml"), *APART, "--state.dir", str(root), "--state.existing", "resume"]
+    statuses, said = join_ranks(tmp_path, [*command, "--state.save_every", "1"], ranks=3, plant=_kill)
+    assert statuses[2] == -signal.SIGKILL
+    assert statuses[0] == 1
+    assert "sampler 0, rank 0 has gone." in said
+    assert join_ranks(tmp_path, command, ranks=3) == ([0, 0, 0], "")
+    require_same(root, place / "apart")
+
+
+@pytest.mark.multiproc
+def test_ranks_that_are_too_few_to_train_as_well_are_refused_in_one_line(place, tmp_path):
+    command = ["tune", "rl", str(place / "rl.toml"), "--state.dir", str(tmp_path / "run"), *APART]
+    statuses, said = join_ranks(tmp_path, [*command, "--rollout.ranks", "2"])
     assert statuses == [2, 2], said
     assert said == (
-        "superstep: rollout.placement = 'apart' needs ranks that superstep launches itself, on one host, not those of "
-        "torchrun and srun; set it to 'shared'.\n"
+        "superstep: rollout.ranks = 2: of the 2 ranks of torchrun none is left to train; start more ranks, or set "
+        "fewer.\n"
     )
     assert not (tmp_path / "run").exists()
 

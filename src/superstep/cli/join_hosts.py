@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from superstep.cli.arguments.hosts import TORCHRUN
-from superstep.launch.hosts.network_interface import interface_of
+from superstep.launch.network_interface import interface_of
 from superstep.run.hosts.hosts import Hosts
 from superstep.run.hosts.multi_host import own_address
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from superstep.comm.device import Device
+from superstep.comm.objects import gather
 from superstep.comm.shared_memory.group import BACKEND as SHARED
 from superstep.comm.shared_memory.hierarchical_group import BACKEND as TWO_LEVELS
 from superstep.comm.shared_memory.hierarchical_group import GroupLevels
@@ -141,7 +142,7 @@ def reach(rank: int, world: int, device: Device) -> Transport:
         return NCCL
     if world == 1:
         return GLOO
-    region, why = shared_region(rank, world)
+    region, why = shared_region(rank, world, gather)
     return replace(GLOO, shared=region, why=why)
 
 

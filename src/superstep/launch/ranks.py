@@ -38,7 +38,7 @@ from superstep.launch.failure import RankFailure, trouble_of
 from superstep.launch.fork_server import LauncherState, context_of, place_at, stderr_away
 from superstep.launch.process_handle import ProcessHandle
 from superstep.launch.rank_process import END, END_S, RankProcess, RankWatch, end_all, output_of, pass_on
-from superstep.launch.rendezvous import TIMEOUT, RankSlot, Rendezvous
+from superstep.launch.rendezvous import TIMEOUT, LaunchStore, RankSlot, Rendezvous
 from superstep.launch.stack_dump import answering, own_heart
 from superstep.launch.stop_request import STOPPED, StopRequest, listening
 from superstep.launch.temporary_folders import temporary_folder
@@ -68,7 +68,7 @@ class World:
         size: their count.
         device: where this rank computes.
         stop: whether this rank was asked to stop.
-        folder: of this launch, where parties meet; removed at its end. None where the rank is the launcher.
+        store: shared by all worlds of this launch; None where the rank is the launcher.
         heart: receives what this rank does, for its launcher.
     """
 
@@ -76,7 +76,7 @@ class World:
     size: int
     device: Device
     stop: StopRequest = field(default_factory=StopRequest)
-    folder: Path | None = None
+    store: LaunchStore | None = None
     heart: HeartbeatReceiver = field(default_factory=NoHeartbeats)
 
 
@@ -141,10 +141,8 @@ class RankWorld:
 
     def seat(self, number: int, file: Path) -> RankSlot:
         """The slot of a rank, by its number among those launched here."""
-        if self.meeting is None:
-            return RankSlot(number, self.size, f"file://{file}", None, is_first=number == 0)
-        meeting = self.meeting
-        return RankSlot(meeting.first + number, meeting.world, "", meeting.store, is_first=number == 0)
+        first, world = (0, self.size) if self.meeting is None else (self.meeting.first, self.meeting.world)
+        return RankSlot(first + number, world, self.name, file, self.meeting, is_first=number == 0)
 
 
 def launch_parties(
@@ -176,12 +174,12 @@ def launch_parties(
 
 
 def launch_here(
-    kind: DeviceKind, party: RankWorld, cut: Connection, troubled: Callable[[RankFailure], None]
+    kind: DeviceKind, parties: Sequence[RankWorld], cut: Connection, troubled: Callable[[RankFailure], None]
 ) -> tuple[Any, bool]:
-    """Launch this host's ranks of a party on several hosts.
+    """Launch this host's ranks of worlds on several hosts.
 
     Args:
-        party: has a meeting.
+        parties: have a meeting each.
         cut: ends the ranks as soon as it is readable.
         troubled: called with the reason before ranks are ended, if this host knows it.
 
@@ -190,7 +188,7 @@ def launch_here(
     """
     with (
         temporary_folder("superstep-launch-") as folder,
-        _ranks([party], kind, folder) as ranks,
+        _ranks(parties, kind, folder) as ranks,
     ):
         stop = StopRequest()
         with listening(stop, lambda: pass_on(ranks)):
@@ -309,7 +307,7 @@ def _serve(pipe: Connection, place: LauncherState, seat: RankSlot, kind: DeviceK
         try:
             worker, args, kwargs = pickle.loads(pipe.recv_bytes())
             device = pick(number, kind)
-            seat.take(device)
+            store = seat.take(device)
             if seat.rank == 0:
                 signal.signal(END, _leave)
             heart = (
@@ -317,7 +315,7 @@ def _serve(pipe: Connection, place: LauncherState, seat: RankSlot, kind: DeviceK
                 if place.heart is None
                 else answering(HeartbeatWriter(place.heart, marks=device.stream_marks()))
             )
-            value = worker(World(seat.rank, seat.world, device, folder=folder, heart=heart), *args, **kwargs)
+            value = worker(World(seat.rank, seat.world, device, store=store, heart=heart), *args, **kwargs)
             dist.destroy_process_group()
         except BaseException as error:  # noqa: BLE001 - whatever ended the rank must reach the launcher
             # Reported before this process ends, and with it the connections that others will miss.

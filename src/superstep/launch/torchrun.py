@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -15,9 +15,10 @@ from superstep.comm.codec import Codec
 from superstep.comm.device import pick
 from superstep.errors import Fault, SuperstepError, UserError
 from superstep.launch.failure import is_echo
+from superstep.launch.network_interface import address_to
 from superstep.launch.peer_failure import FAILED, PeerWatch, abandon, status_of
-from superstep.launch.ranks import World
-from superstep.launch.rendezvous import TIMEOUT
+from superstep.launch.ranks import RankWorld, World
+from superstep.launch.rendezvous import TIMEOUT, LaunchStore
 from superstep.launch.stack_dump import own_heart
 from superstep.launch.stop_request import StopRequest
 from superstep.plan.config import DeviceKind
@@ -80,18 +81,24 @@ class FailureNotice(msgspec.Struct, frozen=True, tag=True):
 ANSWERS: Codec[Rank0Value | FailureNotice] = Codec(Rank0Value | FailureNotice)
 
 
+def one_world(worker: Callable[[World, T], R]) -> Callable[[T, int], Sequence[RankWorld]]:
+    """All ranks as one world, whose worker has the prepared value."""
+    return lambda value, ranks: [RankWorld(size=ranks, worker=worker, args=(value,))]
+
+
 def join(
     prepare: Callable[[int], AbstractContextManager[T]],
-    worker: Callable[[World, T], R],
+    worlds: Callable[[T, int], Sequence[RankWorld]],
     form: StoredValue[T],
     wanted: Callable[[T], DeviceKind | None] = lambda _: None,
-) -> R:
-    """Run ``worker`` as the one rank that torchrun's environment names.
+) -> Any:  # noqa: ANN401 - what the rank's worker returns
+    """Run a worker as the one rank that torchrun's environment names.
 
     After an error the process waits for no group, and ends with that error's exit status.
 
     Args:
-        prepare: given the number of ranks, makes on rank 0 the value for every worker; the others wait.
+        prepare: given the number of ranks, makes on rank 0 the value for every rank; the others wait.
+        worlds: of the value and the number of ranks: the first world has the first ranks, and so on.
         form: how the value goes to the others.
         wanted: the device that the value asks for.
 
@@ -106,12 +113,19 @@ def join(
                 value = from_rank_0(store, rank, lambda: stack.enter_context(prepare(size)), form)
                 # srun, unlike torchrun, does not say how the ranks of a host are numbered.
                 device = pick(dist.get_node_local_rank(fallback_rank=rank), wanted(value))
-                own = dist.PrefixStore("ranks", store)  # type: ignore[attr-defined]
+                world, number = _place(worlds(value, size), rank)
+                own = dist.PrefixStore(f"ranks {world.name}", store)  # type: ignore[attr-defined]
                 dist.init_process_group(
-                    device.backend, store=own, rank=rank, world_size=size, timeout=TIMEOUT, device_id=device.of_groups
+                    device.backend,
+                    store=own,
+                    rank=number,
+                    world_size=world.size,
+                    timeout=TIMEOUT,
+                    device_id=device.of_groups,
                 )
                 with own_heart(rank, device) as heart:
-                    result = worker(World(rank, size, device, stop, heart=heart), value)
+                    here = World(number, world.size, device, stop, LaunchStore(store, _own_address(store)), heart)
+                    result = world.worker(here, *world.args, **world.kwargs)
         except BaseException as error:
             status = status_of(error)
             if status:
@@ -123,6 +137,22 @@ def join(
         if dist.is_initialized():
             dist.destroy_process_group()
     return result
+
+
+def _place(worlds: Sequence[RankWorld], rank: int) -> tuple[RankWorld, int]:
+    """The world of a rank, and its number there."""
+    for world in worlds:
+        if rank < world.size:
+            return world, rank
+        rank -= world.size
+    raise AssertionError("there are more ranks than the worlds have")
+
+
+def _own_address(store: dist.Store) -> str:  # type: ignore[name-defined]
+    """This host's address on the way to the store."""
+    while not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    return address_to((store.host, store.port))
 
 
 def from_rank_0(

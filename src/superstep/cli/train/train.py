@@ -22,7 +22,7 @@ from superstep.cli.train.live_report import web
 from superstep.cli.train.terminal import Terminal
 from superstep.comm.device import gpus
 from superstep.data.preparation.prepare import is_prepared, prepare
-from superstep.launch.torchrun import join
+from superstep.launch.torchrun import join, one_world
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
 from superstep.run.hosts.hosts import Hosts, share_out
@@ -48,8 +48,8 @@ def main(argv: Sequence[str]) -> int:
             check_web(arguments.web_port, SEVERAL_HOSTS)
             return _on_hosts(run, arguments.hosts)
     if is_of_torchrun():
-        worker = partial(rank_of_torchrun, console=Terminal())
-        return join(lambda ranks: _job_of_torchrun(read(argv), ranks), worker, JOB, asked_device)
+        worlds = one_world(partial(rank_of_torchrun, console=Terminal()))
+        return int(join(lambda ranks: _job_of_torchrun(read(argv), ranks), worlds, JOB, asked_device))
     arguments = read(argv)
     run = _run(arguments)
     if arguments.is_demo:

@@ -18,7 +18,7 @@ from superstep.run.rl.launch_rl import launch_rl
 from superstep.run.rl.prepare_rl import prepared_rl_job
 from superstep.run.rl.rl_job_message import RL_JOB
 from superstep.run.rl.rl_on_hosts import RlOnHosts
-from superstep.run.rl.rl_rank import rl_rank_of_torchrun
+from superstep.run.rl.rl_rank import torchrun_worlds
 from superstep.tune.rl.config import RlRecipe
 from superstep.tune.rl.job import RlJob
 
@@ -35,8 +35,8 @@ def run(read: Callable[[], RlArgs], *, has_hosts: bool = False) -> int:
         kind = RlOnHosts(args.recipe, hosts.count, kernels_folder(None), Terminal())
         return on_hosts(kind, hosts, address, Terminal())
     if is_of_torchrun():
-        worker = partial(rl_rank_of_torchrun, console=Terminal())
-        return join(lambda ranks: _prepared(read().recipe, ranks), worker, RL_JOB, _device)
+        worlds = partial(torchrun_worlds, console=Terminal())
+        return int(join(lambda ranks: _prepared(read().recipe, ranks), worlds, RL_JOB, _device))
     with _prepared(read().recipe) as job:
         if job is None:
             return 0

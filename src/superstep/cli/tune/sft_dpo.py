@@ -13,7 +13,7 @@ from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
 from superstep.data.token_files import Corpus
-from superstep.launch.torchrun import join
+from superstep.launch.torchrun import join, one_world
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
 from superstep.run.job import TrainJob, asked_device
@@ -34,8 +34,8 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
         read: the kind and the recipe; under torchrun only rank 0 calls it.
     """
     if is_of_torchrun():
-        worker = partial(rank_of_torchrun, console=Terminal())
-        return join(lambda ranks: _prepared(*read(), ranks), worker, JOB, asked_device)
+        worlds = one_world(partial(rank_of_torchrun, console=Terminal()))
+        return int(join(lambda ranks: _prepared(*read(), ranks), worlds, JOB, asked_device))
     with _prepared(*read()) as job:
         if job is None:
             return 0

@@ -14,12 +14,12 @@ import ctypes
 import fcntl
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from superstep.comm.objects import gather
 from superstep.comm.shared_memory.channel import is_compiled, library
 from superstep.state.file_shares import running_system
 
@@ -96,9 +96,9 @@ class _Offer:
     is_ready: bool
 
 
-def shared_region(rank: int, world: int) -> tuple[Region | None, str]:
+def shared_region(rank: int, world: int, gather: Callable[[Any, Any], list[Any]]) -> tuple[Region | None, str]:
     """The file of this rank's host; or None, and why, where a rank cannot have its own. Every launched rank calls this
-    together.
+    together. ``gather``: gives every rank's value, of a stated type, to every rank.
     """
     offer = _offer()
     offers = [each for each in gather(offer, _Offer | None) if each is not None]

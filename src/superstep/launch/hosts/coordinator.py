@@ -22,11 +22,12 @@ from superstep.launch.hosts.coordinator_state import CoordinatorState, Phase, af
 from superstep.launch.hosts.copy_schedule import CopySteps, HostProgress, ScheduleKeeper
 from superstep.launch.hosts.events import Cause, Event, FetchState, HostLeft, RunOver, StartRanks, Tick
 from superstep.launch.hosts.events import Order as Decision
-from superstep.launch.hosts.listener import HostListener
+from superstep.launch.hosts.listener import SecureListener
 from superstep.launch.hosts.membership import neighbour
 from superstep.launch.hosts.messages import (
     BEAT_S,
     FROM_MEMBER,
+    HELLO,
     Address,
     Fetching,
     Hello,
@@ -102,7 +103,7 @@ class Coordinator:
         self._one = threading.Lock()
         self._is_closed = threading.Event()
         self.orders, self._orders = Pipe(duplex=False)
-        self._door = HostListener(at, secret, self._enters, tell)
+        self._door = SecureListener(at, secret, HELLO, self._enters, tell)
         self.address = self._door.address
         self._thread = threading.Thread(target=self._run, name="superstep-lead", daemon=True)
         self._thread.start()

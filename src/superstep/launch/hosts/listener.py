@@ -1,4 +1,4 @@
-"""The listener: accepts connections of other hosts' launchers. Whoever proves the secret and says hello is let in.
+"""The listener of other hosts' launchers, or of ranks. Whoever proves the secret and says hello is let in.
 
     connects                             a place among strangers for three seconds; where all are taken, the oldest
                                          stranger is dropped
@@ -14,10 +14,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Generic, TypeVar
 
+from superstep.comm.codec import Codec
 from superstep.errors import UserError
-from superstep.launch.hosts.messages import HELLO, WELCOME, Address, Hello, NotNow, Refused
+from superstep.launch.hosts.messages import WELCOME, Address, Hello, NotNow, Refused
 from superstep.launch.hosts.secure_channel import GREETING_S, ForeignMessage, SecureChannel, WrongSecret, answer, ask
+
+M = TypeVar("M")
 
 WAITING = 64
 """The most strangers at once."""
@@ -33,11 +37,12 @@ class JoinRefused(UserError):
     """A launcher refuses this host."""
 
 
-class HostListener:
+class SecureListener(Generic[M]):
     """Listens until it is closed.
 
     Args:
         at: address and port; port 0 takes a free one.
+        hellos: codec of the first message of a connection.
         enters: called with a channel and its hello on a thread of its own; may refuse before it returns.
         tell: called with a line about those who do not know the secret, or send what is not expected.
 
@@ -46,9 +51,14 @@ class HostListener:
     """
 
     def __init__(
-        self, at: Address, secret: bytes, enters: Callable[[SecureChannel, Hello], None], tell: Callable[[str], None]
+        self,
+        at: Address,
+        secret: bytes,
+        hellos: Codec[M],
+        enters: Callable[[SecureChannel, M], None],
+        tell: Callable[[str], None],
     ) -> None:
-        self._secret, self._enters, self._tell = secret, enters, tell
+        self._secret, self._hellos, self._enters, self._tell = secret, hellos, enters, tell
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, str] = {}
         self._guests: set[SecureChannel] = set()
@@ -95,7 +105,7 @@ class HostListener:
                 with self._lock:
                     self._strangers.pop(sock, None)
             with self._inside(wire):
-                self._enters(wire, wire.hear(HELLO, within_s=GREETING_S))
+                self._enters(wire, wire.hear(self._hellos, within_s=GREETING_S))
         except WrongSecret:
             self._tell_of(there, "does not know the secret of this run")
         except ForeignMessage as error:

@@ -1,9 +1,9 @@
-"""Authenticated frames over TCP between the launchers of several hosts. Nothing is encrypted.
+"""Authenticated frames over TCP, between the launchers of several hosts and between ranks. Nothing is encrypted.
 
     asks     MAGIC | nonce a ──────────────────────────────────────►
              ◄────────── MAGIC | nonce b | HMAC(secret, "answers" a b)   proves that it knows the run's secret
              HMAC(secret, "asks" a b) ─────────────────────────────►     and so does the asking side
-    frames   length 4 | kind 1 | number 8 | payload | HMAC-SHA256(key, all before)
+    frames   length 4 | kind 1 | number 8 | payload | HMAC-SHA256(key, all before)     a long message takes several
 
 Each direction has its own key, made of the secret and both nonces, and numbers its frames. A frame that was changed,
 left out, repeated or taken from another connection ends the connection. Before both proofs, only reads of a fixed size
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -34,6 +36,9 @@ NONCE = 32
 PROOF = hashlib.sha256().digest_size
 MOST_BYTES = 2**20
 """The longest payload; a longer one is refused before memory is allocated."""
+
+MOST_FRAMES = 1024
+"""The most frames of a message."""
 
 GREETING_S = 3.0
 """Seconds for the other side to prove the secret, and again to say hello."""
@@ -60,6 +65,8 @@ class ForeignMessage(ConnectionError):
 class PayloadKind(IntEnum):
     MESSAGE = 1
     BLOCK = 2
+    PART = 3
+    """Of a message that the next frame continues."""
 
 
 class SecureChannel:
@@ -81,21 +88,37 @@ class SecureChannel:
 
     def say(self, message: msgspec.Struct) -> None:
         """Send a message; raises OSError where the connection is gone."""
-        self.send(PayloadKind.MESSAGE, _ANY.encode(message))
+        data = _ANY.encode(message)
+        *parts, last = [data[low : low + MOST_BYTES] for low in range(0, len(data), MOST_BYTES)]
+        if len(parts) >= MOST_FRAMES:
+            raise ValueError(f"a message of {len(data)} bytes; {MOST_FRAMES * MOST_BYTES} is the most")
+        with self._one:
+            for part in parts:
+                self._send(PayloadKind.PART, part)
+            self._send(PayloadKind.MESSAGE, last)
 
     def send(self, kind: PayloadKind, payload: bytes | memoryview) -> None:
         """Send a frame; raises OSError where the connection is gone."""
         if len(payload) > MOST_BYTES:
             raise ValueError(f"a frame of {len(payload)} bytes; {MOST_BYTES} is the most")
         with self._one:
-            head = _HEAD.pack(len(payload), kind, self._sent)
-            self._sent += 1
-            proof = _proof(self._sends, head, payload)
-            if kind is PayloadKind.MESSAGE:
-                self._socket.sendall(head + payload + proof)
-                return
-            for part in (head, payload, proof):
-                self._socket.sendall(part)
+            self._send(kind, payload)
+
+    def _send(self, kind: PayloadKind, payload: bytes | memoryview) -> None:
+        head = _HEAD.pack(len(payload), kind, self._sent)
+        self._sent += 1
+        proof = _proof(self._sends, head, payload)
+        if kind is PayloadKind.MESSAGE:
+            self._socket.sendall(head + payload + proof)
+            return
+        for part in (head, payload, proof):
+            self._socket.sendall(part)
+
+    def poll(self, seconds: float) -> bool:
+        """Whether a frame arrives, or the connection ends, within some seconds."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(math.ceil(1000 * seconds)))
 
     def receive(self, until_s: float | None = None) -> tuple[PayloadKind, bytes]:
         """The next frame.
@@ -120,11 +143,16 @@ class SecureChannel:
 
     def hear(self, codec: Codec[M], within_s: float | None = None) -> M:
         """The next message; raises OSError like ``receive``, and ForeignMessage where it is none of the codec's."""
-        kind, payload = self.receive(None if within_s is None else time.monotonic() + within_s)
+        until_s = None if within_s is None else time.monotonic() + within_s
+        parts: list[bytes] = []
+        kind = PayloadKind.PART
+        while kind is PayloadKind.PART and len(parts) < MOST_FRAMES:
+            kind, payload = self.receive(until_s)
+            parts.append(payload)
         if kind is not PayloadKind.MESSAGE:
-            raise ForeignMessage("it sent bytes of a state in the place of a message")
+            raise ForeignMessage("it sent no whole message")
         try:
-            return codec.decode(payload)
+            return codec.decode(b"".join(parts))
         except msgspec.DecodeError as error:
             raise ForeignMessage(f"its message is not expected: {error}") from error
 

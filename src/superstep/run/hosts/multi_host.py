@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -27,14 +27,14 @@ from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import ScheduleKeeper
 from superstep.launch.hosts.events import Cause, RunOver, StartRanks
 from superstep.launch.hosts.follow_orders import attend, raised
-from superstep.launch.hosts.listener import HostListener
+from superstep.launch.hosts.listener import SecureListener
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.membership import HeldStates
-from superstep.launch.hosts.messages import Address, Fetching, Hello, Orders
-from superstep.launch.hosts.network_interface import address_to
+from superstep.launch.hosts.messages import HELLO, Address, Fetching, Hello, Orders
 from superstep.launch.hosts.replica_store import ReplicaStore
 from superstep.launch.hosts.tcp_store import TcpStore
-from superstep.launch.ranks import RankWorld, World, launch_here
+from superstep.launch.network_interface import address_to
+from superstep.launch.ranks import RankWorld, launch_here
 from superstep.launch.rendezvous import Rendezvous
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import Resolved
@@ -108,9 +108,10 @@ class HostedRun(Protocol[J]):
     def watch(self, job: J) -> FolderWatch:
         """A watch of the run directory."""
 
-    @property
-    def worker(self) -> Callable[[World, J, Console], bool]:
-        """What each rank does; whether it stopped early on request."""
+    def worlds(self, job: J, console: Console) -> list[RankWorld]:
+        """The worlds of the run: one that all hosts share, and others that are whole on a host each. A worker of the
+        first returns whether it stopped early on request.
+        """
 
 
 def on_hosts(kind: HostedRun[J], hosts: Hosts, address: str, console: Console) -> int:
@@ -187,32 +188,42 @@ class _Here(Generic[J]):
         crew = given.go.crew(self.hosts.count)
         at = crew.index(self.hosts.number)
         if given.go.sources:
-            return launch_here("cpu", self._writes(given, self.job, at), cut, troubled)[1]
+            return launch_here("cpu", [self._writes(given, self.job, at)], cut, troubled)[1]
         job = self.kind.started(self.job, given, self._snapshots(at))
-        device = choose(job.run.config.plan.device, self.size)
+        worlds = list(self._worlds_here(given, at, self.kind.worlds(job, self.console)))
+        device = choose(job.run.config.plan.device, sum(each.size for each in worlds))
         self.keeper.begin(given)
-        party = RankWorld(
-            size=self.size,
-            worker=self.kind.worker,
-            args=(job, self.console),
-            meeting=self._meeting(given, at, self.size),
-        )
         try:
-            value, is_done = launch_here(device, party, cut, troubled)
+            value, is_done = launch_here(device, worlds, cut, troubled)
         finally:
             self.keeper.rest()
             self.console.restore()
         self.is_stopped = bool(value)
         return is_done
 
-    def _meeting(self, given: Orders, at: int, size: int) -> Rendezvous:
-        """The rendezvous of ``size`` ranks of each host; this is the ``at``-th participating host."""
-        world = size * len(given.go.crew(self.hosts.count))
-        return Rendezvous(store=given.store, first=size * at, world=world, host=self.name)
+    def _worlds_here(self, given: Orders, at: int, worlds: Sequence[RankWorld]) -> Iterator[RankWorld]:
+        """This host's share of the ranks of some worlds; it is the ``at``-th participating host."""
+        shared, *others = worlds
+        yield replace(shared, size=self.size, meeting=self._meeting(given, self.size * at, shared.size))
+        share = len(others) // len(given.go.crew(self.hosts.count))
+        for each in others[share * at : share * (at + 1)]:
+            yield replace(each, meeting=self._meeting(given, 0, each.size))
+
+    def _meeting(self, given: Orders, first: int, world: int) -> Rendezvous:
+        """The rendezvous of a world, of which this host has the ranks from ``first`` on."""
+        return Rendezvous(
+            store=given.store,
+            first=first,
+            world=world,
+            host=self.name,
+            address=self.address,
+            secret=self.hosts.secret,
+        )
 
     def _writes(self, given: Orders, job: J, at: int) -> RankWorld:
         """A rank that writes this host's parts of a checkpoint."""
         go, number = given.go, self.hosts.number
+        crew = go.crew(self.hosts.count)
         assert go.state is not None
         of = [host for host, source in zip(go.cut.crew(self.hosts.count), go.sources, strict=True) if source == number]
         kept = [self.keeper.own] * (number in of) + [self.keeper.copies] * any(host != number for host in of)
@@ -226,7 +237,7 @@ class _Here(Generic[J]):
             keep=job.run.config.state.keep,
             displaced=displaced,
         )
-        return RankWorld(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, 1))
+        return RankWorld(size=1, worker=write_parts, args=(parts,), meeting=self._meeting(given, at, len(crew)))
 
     def _snapshots(self, at: int) -> Handles | None:
         has_some = self.resolved.config.state.snapshot_every is not None
@@ -299,7 +310,7 @@ def _left(error: BaseException) -> RunOver:
 def _followed(here: _Here[J]) -> int:
     """Any other host."""
     hosts = here.hosts
-    door = HostListener((here.address, 0), hosts.secret, here.keeper.enters, here.console.say)
+    door = SecureListener((here.address, 0), hosts.secret, HELLO, here.keeper.enters, here.console.say)
     member = Member(
         hosts.meet,
         hosts.secret,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +12,7 @@ import msgspec
 from superstep.comm.codec import Codec
 from superstep.launch.hosts.events import StartRanks
 from superstep.launch.hosts.messages import Orders
-from superstep.launch.ranks import World
+from superstep.launch.ranks import RankWorld
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.hosts.elastic import plans_of
@@ -120,7 +119,6 @@ class TrainOnHosts:
         """A watch of the run directory."""
         return watch_of(job)
 
-    @property
-    def worker(self) -> Callable[[World, TrainJob, Console], bool]:
-        """What each rank does; whether it stopped early on request."""
-        return rank
+    def worlds(self, job: TrainJob, console: Console) -> list[RankWorld]:
+        """The ranks."""
+        return [RankWorld(size=job.run.plan.mesh.world, worker=rank, args=(job, console))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from superstep.comm.device import choose
-from superstep.launch.ranks import launch_apart, launch_on, launch_parties
+from superstep.launch.ranks import launch_on, launch_parties
 from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
 from superstep.run.console import Console
@@ -16,11 +16,10 @@ from superstep.run.exit_messages import status_of
 from superstep.run.recover import Recovery, recovering
 from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
-from superstep.run.rl.rl_rank import VERB, rl_rank, rl_sampler
+from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
-from superstep.tune.rl.disaggregated.disaggregated import parties_of
-from superstep.tune.rl.job import RlJob, note_rollback, own_ranks, relaunched
+from superstep.tune.rl.job import RlJob, note_rollback, relaunched
 from superstep.tune.rl.rl_step import RunWentBack
 
 
@@ -58,15 +57,12 @@ def _launch(job: RlJob, console: Console) -> bool:
 
 def _launch_ranks(job: RlJob, console: Console) -> bool:
     """Launch the ranks once; whether they stopped before the last step on request."""
-    device, trainers = job.run.config.plan.device, job.run.plan.mesh.world
-    if job.rollout.placement == "apart":
-        kind = choose(device, trainers + own_ranks(job.rollout))
-        return bool(launch_parties(kind, parties_of(job, partial(rl_rank, console=console), rl_sampler)))
-    if job.snapshots is None:
-        return launch_on(device, trainers, rl_rank, job, console)
-    return launch_apart(
-        choose(device, trainers), trainers, rl_rank, job, console
-    )  # memory that outlives a rank needs separate processes
+    device, worlds = job.run.config.plan.device, run_worlds(job, console)
+    if len(worlds) == 1 and job.snapshots is None:
+        only = worlds[0]
+        return bool(launch_on(device, only.size, only.worker, *only.args, **only.kwargs))
+    # Memory that outlives a rank needs separate processes.
+    return bool(launch_parties(choose(device, sum(each.size for each in worlds)), worlds))
 
 
 def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovery | None) -> bool:

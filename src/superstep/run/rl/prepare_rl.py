@@ -14,7 +14,7 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
 from superstep.run.hosts.hosts import share_out
-from superstep.run.launch_rules import OTHER_LAUNCHERS, OWN, SEVERAL_HOSTS, Launcher, check_launch
+from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
 from superstep.state.checkpoint import read_position
@@ -24,12 +24,12 @@ from superstep.train.resume import pass_over
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.checkpoint_store import store_of
 from superstep.train.run_folder.run_lock import hold
-from superstep.train.run_folder.run_paths import write_whole
+from superstep.train.run_folder.run_paths import RunFolder, write_whole
 from superstep.train.weights.model import operations, resolve_config
 from superstep.tune.recipe import RECIPE, shorter_sequences, write
 from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe, RolloutConfig
 from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
-from superstep.tune.rl.job import RlJob, job_of
+from superstep.tune.rl.job import RlJob, job_of, own_ranks
 
 
 @contextmanager
@@ -57,15 +57,14 @@ def prepared_rl_job(
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
         console.say(shorter)
     check_launch(config, hosts, launcher)
-    if not launcher.is_own or hosts > 1:
-        _require_shared(recipe.rollout, SEVERAL_HOSTS if hosts > 1 else OTHER_LAUNCHERS)
     check_tokenizer(recipe.start, config)
     choice, folder, checkpoint = run_directory.choose(run, verify)
     check_same(recipe, folder)
     store = store_of(choice, checkpoint)
-    here = choice.plan.mesh.world // hosts
+    trainers, samplers = choice.plan.mesh.world // hosts, own_ranks(recipe.rollout) // hosts
+    here = launcher.local_ranks or trainers + samplers
     if choose(choice.config.plan.device, launcher.ranks_here(here)) == "cpu":
-        require_fit(choice, Device("cpu"), operations(choice), ranks=launcher.local_ranks or here)
+        require_fit(choice, Device("cpu"), operations(choice), ranks=min(here, trainers))
     with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
         if store is not None and choice.config.state.existing == "resume":
             for line in fetch_newest(store, folder.checkpoints):
@@ -86,20 +85,25 @@ def prepared_rl_job(
             start=start,
             checkpoint=checkpoint,
             kernels=kernels,
-            ranks_here=launcher.local_ranks or here,
+            ranks_here=here,
         )
-        has_begun = folder.config.is_file()
         for why in pass_over(checkpoint, verify) if checkpoint is not None else ():
             console.say(f"passed over: {why}")
-        files = {
-            folder.config.name: write_config(choice.config),
-            RECIPE: write(replace(recipe, state=choice.config.state)),
-        }
-        for name, text in files.items():
-            write_whole(folder.root / name, text)
-        if not has_begun:
-            console.say(f"{folder.root}: {plan_text(choice)}")
-        yield replace(job, files=files)
+        yield replace(job, files=_write_files(recipe, choice, folder, console))
+
+
+def _write_files(recipe: RlRecipe, run: Resolved, folder: RunFolder, console: Console) -> dict[str, str]:
+    """Write the texts that a resumed run needs into its directory; returns them by name."""
+    has_begun = folder.config.is_file()
+    files = {
+        folder.config.name: write_config(run.config),
+        RECIPE: write(replace(recipe, state=run.config.state)),
+    }
+    for name, text in files.items():
+        write_whole(folder.root / name, text)
+    if not has_begun:
+        console.say(f"{folder.root}: {plan_text(run)}")
+    return files
 
 
 def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
@@ -115,18 +119,27 @@ def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> t
         StateError: the model is missing or incomplete.
     """
     config, start = with_start(recipe, recipe.rl, recipe.start)
-    run = resolve_config(config, ranks)
-    return (run if hosts == 1 else share_out(run, hosts)), start
+    samplers = own_ranks(recipe.rollout)
+    if ranks is not None and ranks <= samplers:
+        raise ConfigError(
+            f"rollout.ranks = {samplers}: of the {ranks} ranks of torchrun none is left to train; start more ranks, or "
+            "set fewer."
+        )
+    run = resolve_config(config, None if ranks is None else ranks - samplers)
+    if hosts == 1:
+        return run, start
+    _require_equal_samplers(recipe.rollout, hosts)
+    return share_out(run, hosts), start
 
 
-def _require_shared(rollout: RolloutConfig, launcher: str) -> None:
-    """Refuse what needs one launcher of superstep's, where another launcher has the ranks.
+def _require_equal_samplers(rollout: RolloutConfig, hosts: int) -> None:
+    """Check that each host can have as many whole samplers.
 
     Raises:
-        ConfigError: something does; names the field.
+        ConfigError: it cannot.
     """
-    if rollout.placement == "apart":
+    if own_ranks(rollout) % (hosts * rollout.tp):
         raise ConfigError(
-            "rollout.placement = 'apart' needs ranks that superstep launches itself, on one host, not those of "
-            f"{launcher}; set it to 'shared'."
+            f"rollout.ranks = {own_ranks(rollout)}: --hosts = {hosts} share the samplers evenly, each with "
+            f"rollout.tp = {rollout.tp} ranks; set a multiple of {hosts * rollout.tp}."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ import msgspec
 from superstep.comm.codec import Codec
 from superstep.launch.hosts.events import StartRanks
 from superstep.launch.hosts.messages import Orders
-from superstep.launch.ranks import World
+from superstep.launch.ranks import RankWorld
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.rl.prepare_rl import prepared_rl_job, resolved_rl
-from superstep.run.rl.rl_rank import VERB, rl_rank
+from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles
 from superstep.state.verify import newest
@@ -122,7 +121,6 @@ class RlOnHosts:
         """A watch of the run directory."""
         return FolderWatch(job.folder, job.files)
 
-    @property
-    def worker(self) -> Callable[[World, RlJob, Console], bool]:
-        """What each rank does; whether it stopped early on request."""
-        return rl_rank
+    def worlds(self, job: RlJob, console: Console) -> list[RankWorld]:
+        """The ranks that train, and those that only sample."""
+        return run_worlds(job, console)

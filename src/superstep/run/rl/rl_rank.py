@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.errors import Fault
 from superstep.grade.verdict import Verdict
-from superstep.launch.ranks import World
+from superstep.launch.ranks import RankWorld, World
 from superstep.launch.stop_request import listening
 from superstep.observe.events import (
     Event,
@@ -29,7 +29,7 @@ from superstep.run.reports.plan_line import plan_text
 from superstep.run.reports.sinks import open_trackers, sinks
 from superstep.train.run_folder.run_lock import sharing
 from superstep.tune.rl.colocated import reinforce
-from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart
+from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.step_rewards import RlStepResult
 
@@ -37,11 +37,28 @@ VERB = "tune rl"
 """The words after superstep that resume a run."""
 
 
-def rl_rank_of_torchrun(world: World, job: RlJob | None, console: Console) -> int:
-    """One rank's exit status; rank 0 shows messages."""
+def run_worlds(job: RlJob, console: Console) -> list[RankWorld]:
+    """The worlds of a run under superstep's launcher: the ranks that train, and each sampler with ranks of its own."""
+    return worlds_of(job, rl_rank, rl_sampler, console=console)
+
+
+def torchrun_worlds(job: RlJob | None, ranks: int, console: Console) -> list[RankWorld]:
+    """The same under torchrun, where a worker returns its exit status. One world where the run is complete."""
     if job is None:
-        return 0
+        return [RankWorld(size=ranks, worker=lambda world: 0)]
+    return worlds_of(job, _train_status, _sample_status, console=console)
+
+
+def _train_status(world: World, job: RlJob, console: Console) -> int:
     return status_under_torchrun(world, lambda: rl_rank(world, job, console), job.folder, console, VERB)
+
+
+def _sample_status(world: World, job: RlJob, number: int) -> int:
+    try:
+        rl_sampler(world, job, number)
+    except Fault as fault:
+        raise fault.of(f"sampler {number}") from fault.__cause__
+    return 0
 
 
 def rl_rank(world: World, job: RlJob, console: Console) -> bool:

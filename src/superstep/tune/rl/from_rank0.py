@@ -59,14 +59,17 @@ def from_first(
     """
     while True:
         mine: Outcome[T] = Outcome(None, None)
+        problem: SuperstepError | None = None
         if rank == 0:
             try:
                 mine = Outcome(find(BEAT_S), None)
             except SuperstepError as error:
-                mine = Outcome(None, ErrorMessage.of(error))
+                mine, problem = Outcome(None, ErrorMessage.of(error)), error
         first: Outcome[T] = gather(mine, Outcome[form])[0]  # type: ignore[valid-type]
+        if problem is not None:
+            raise problem
         if first.error is not None:
-            raise first.error.error()
+            raise first.error.error() from ConnectionAbortedError("rank 0 has failed, and reports it")
         if first.value is not None:
             return first.value
         meanwhile()

@@ -110,7 +110,7 @@ def job_of(  # noqa: PLR0913
         start: the folder of the model that it begins with.
         checkpoint: where it goes on; None at its beginning.
         kernels: the folder of compiled decoders; None computes without.
-        ranks_here: ranks that train on this host; None: all of them.
+        ranks_here: ranks on this host; None: all of them.
 
     Raises:
         ConfigError: a setting is invalid, or the environment's first task fails.
@@ -122,14 +122,14 @@ def job_of(  # noqa: PLR0913
     step = 0 if checkpoint is None else read_position(checkpoint).step
     program, tasks = left_of(run, rl, rollout, folder, step)
     require_snapshot_room(program, run, folder.root)
-    world = run.plan.mesh.world
+    ranks = run.plan.mesh.world + own_ranks(rollout)
     # Only a GPU's own rank knows its free memory.
-    if choose(run.config.plan.device, world + own_ranks(rollout)) == "cpu":
+    if choose(run.config.plan.device, ranks) == "cpu":
+        free_bytes = Device("cpu").free_bytes(ranks_here or ranks)
         if rollout.placement == "apart":
-            pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, Device("cpu").free_bytes(1))
+            pages = pages_apart(run, serve_of(run, rollout, kernels), rl, program, ranks * free_bytes)
             rollout = replace(rollout, pages=pages)
         else:
-            free_bytes = Device("cpu").free_bytes(ranks_here or world)
             rollout = with_room(run, rl, rollout, program, free_bytes, gives_back=False, kernels=kernels)
     return RlJob(
         run=run,

@@ -1,4 +1,4 @@
-"""Ranks apart: some sample and others train, each in processes of their own on one host.
+"""Ranks apart: some sample and others train, each in processes of their own, on one host or on several.
 
     trainer     publish v0 ─────────────── train s0 ─ publish v1 ─ train s1 ─ publish v2 ...
                          └▶ sampler    take v0 ─ sample g0 to g3 ─ retire v0 ─ take v1 ─ sample g4, g5 ...
@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from superstep.comm.objects import gather
 from superstep.errors import StateError
@@ -42,9 +42,6 @@ from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell
 from superstep.tune.rl.rollout_log import SNAPSHOTS
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
-
-SOCKET = "samplers"
-"""The socket between samplers and trainer, in the folder of their launch."""
 
 REMOVAL_S = 1.0
 """Seconds to wait for a version's folder to be removed."""
@@ -235,7 +232,7 @@ def train_apart(
 
 def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
     """Rank 0's additional parts: the record, graders, and the connections."""
-    assert world.folder is not None, "the ranks were launched"
+    assert world.store is not None, "the ranks were launched"
     record = open_log(job, is_kept=True)
     stack.callback(record.close)
     record.tidy()
@@ -245,7 +242,7 @@ def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> R
     grading.begin(job.program)
     samplers = samplers_of(job)
     exchange = RolloutHub(
-        world.folder / SOCKET,
+        world.store,
         record,
         grading,
         samplers=samplers,
@@ -265,7 +262,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         job: of the run.
         number: of the sampler.
     """
-    assert world.folder is not None, "the ranks were launched"
+    assert world.store is not None, "the ranks were launched"
     pages = require_own_room(world, job, "sampler")
     serve = serve_of(job.run, replace(job.rollout, pages=pages), job.kernels)
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
@@ -274,7 +271,7 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         stack.callback(environment.close)
         stack.callback(words.template.close)
         seat = RolloutWorker(world, worker_settings(job, serve), words, environment, others=(number, samplers_of(job)))
-        line = HubConnection(world.folder / SOCKET, SamplerHello(number, world.rank), job.rollout.timeout_s)
+        line = HubConnection(world.store, SamplerHello(number, world.rank), job.rollout.timeout_s)
         SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
         line.close()
         seat.close()
@@ -296,15 +293,22 @@ def require_own_room(world: World, job: RlJob, who: Literal["sampler", "trainer"
     return pages
 
 
-def parties_of(job: RlJob, train: Callable[..., bool], sample: Callable[..., None]) -> list[RankWorld]:
-    """The worlds of a run: the trainer's, and one for each sampler.
+def worlds_of(
+    job: RlJob,
+    train: Callable[..., Any],
+    sample: Callable[..., Any],
+    **given: Any,  # noqa: ANN401
+) -> list[RankWorld]:
+    """The worlds of a run: the trainer's, and one for each sampler that has ranks of its own.
 
     Args:
         job: of the run.
-        train: runs a trainer's rank, with its world and the job.
-        sample: runs a sampler's rank, with the sampler's number too.
+        train: runs a trainer's rank, with its world, the job and what is given.
+        sample: runs a sampler's rank, with its world, the job and the sampler's number.
+        given: named arguments of ``train``.
     """
-    trainer = RankWorld(name="trainer", size=job.run.plan.mesh.world, worker=train, args=(job,))
+    name = "trainer" if samplers_of(job) else ""
+    trainer = RankWorld(name=name, size=job.run.plan.mesh.world, worker=train, args=(job,), kwargs=given)
     samplers = [
         RankWorld(name=f"sampler {number}", size=job.rollout.tp, worker=sample, args=(job, number))
         for number in range(samplers_of(job))

@@ -1,9 +1,9 @@
-"""The connection between samplers and the trainer's rank 0, in separate processes of one host.
+"""The connection between samplers and the trainer's rank 0, in separate processes, on one host or on several.
 
-    sampler 0, each rank ──Here──▶                 its numbers
-                         ──Drawn, Retired──▶       samples, in order; from the first rank
-                         ◀──Version, Leave──       available versions, and the end
-                         ──Bye──▶                  the end of the lane
+    sampler 0, each rank ──SamplerHello──▶                its numbers
+                         ──SampledGroup, Retired──▶       samples, in order; from the first rank
+                         ◀──Version, EndSampling──        available versions, and the end
+                         ──SamplerEnd──▶                  the end of the lane
 
 A connection that breaks without a ``SamplerEnd`` is a fault: the other end has failed, and reports the reason to the
 launcher.
@@ -12,13 +12,16 @@ launcher.
 from __future__ import annotations
 
 import time
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import msgspec
 
 from superstep.errors import Fault
+from superstep.launch.hosts.secure_channel import ForeignMessage, SecureChannel, ask
+from superstep.launch.rendezvous import LaunchStore
 from superstep.tune.rl.disaggregated.hub_messages import (
+    ADDRESS,
+    FROM_TRAINER,
     EndSampling,
     FromSampler,
     Retired,
@@ -26,35 +29,33 @@ from superstep.tune.rl.disaggregated.hub_messages import (
     SamplerEnd,
     SamplerHello,
     Version,
-    decode_from_trainer,
-    encode,
 )
 from superstep.tune.rl.from_rank0 import WaitLimit
 
 AGAIN_S = 0.05
 """Pause between attempts to connect."""
 
-LOST = (EOFError, ConnectionError)
-"""Errors of a broken connection."""
+HUB = "superstep/hub"
+"""The key of the hub's address in the store of a launch."""
 
 
 class HubConnection:
     """The end of a sampler's rank, used by its sampling thread.
 
     Args:
-        address: of the socket of the trainer's rank 0.
+        store: of the launch, where the hub's address is.
         here: numbers of this rank.
         timeout_s: for the trainer.
 
     Raises:
-        Fault: nobody listens.
+        Fault: nobody listens, or not the hub.
     """
 
-    def __init__(self, address: Path, here: SamplerHello, timeout_s: float) -> None:
+    def __init__(self, store: LaunchStore, here: SamplerHello, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._versions: dict[int, Path] = {}
         self._is_over = False
-        self._pipe = _connect(address, WaitLimit(timeout_s))
+        self._wire = _connect(store, WaitLimit(timeout_s))
         self._say(here)
 
     @property
@@ -95,27 +96,27 @@ class HubConnection:
     def close(self) -> None:
         """Report the end of the lane, and close."""
         self._say(SamplerEnd())
-        self._pipe.close()
+        self._wire.close()
 
     def _listen(self, seconds: float) -> None:
         """Receive pending messages, and those of the next ``seconds``."""
         try:
-            while self._pipe.poll(seconds):
-                match decode_from_trainer(self._pipe.recv_bytes()):
+            while self._wire.poll(seconds):
+                match self._wire.hear(FROM_TRAINER):
                     case Version(version, path):
-                        self._versions[version] = Path(path)
+                        self._versions[version] = path
                     case EndSampling():
                         self._is_over = True
                 seconds = 0.0
-        except LOST as error:
+        except ForeignMessage as error:
+            raise Fault(f"the trainer: {error}.") from error.__cause__
+        except OSError as error:
             raise _gone_fault() from error
-        except msgspec.DecodeError as error:
-            raise Fault(f"what came from the trainer is no message of its ({error}).") from error
 
-    def _say(self, message: FromSampler) -> None:
+    def _say(self, message: SamplerHello | FromSampler) -> None:
         try:
-            self._pipe.send_bytes(encode(message))
-        except LOST as error:
+            self._wire.say(message)
+        except OSError as error:
             raise _gone_fault() from error
 
 
@@ -123,11 +124,18 @@ def _gone_fault() -> Fault:
     return Fault("the trainer has gone.")
 
 
-def _connect(address: Path, patience: WaitLimit) -> Connection:
+def _connect(store: LaunchStore, patience: WaitLimit) -> SecureChannel:
     while True:
+        why: Exception | None = None
         try:
-            return Client(str(address), "AF_UNIX")
+            if (data := store.get(HUB)) is not None:
+                hub = ADDRESS.decode(data)
+                return ask((hub.host, hub.port), store.secret or hub.secret or b"")
+        except msgspec.DecodeError as error:
+            raise Fault(f"the launch's store holds under {HUB} what the trainer did not write ({error}).") from error
         except OSError as error:
-            if not patience.left_s:
-                raise Fault(f"the trainer does not listen after {patience.seconds:g} s ({error}).") from error
+            why = error
+        if not patience.left_s:
+            detail = "" if why is None else f" ({why})"
+            raise Fault(f"the trainer does not listen after {patience.seconds:g} s{detail}.") from why
         time.sleep(AGAIN_S)

@@ -1,52 +1,64 @@
-"""Messages between a sampler's ranks and the trainer's rank 0 over a ``hub_connection``, as MessagePack.
+"""Messages between a sampler's ranks and the trainer's rank 0 over a ``hub_connection``.
 
-No pickle: a message can only be one of these types.
+A message with another name, a missing or unknown field or a value of another type is refused where it is decoded.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
+from superstep.comm.codec import Codec
 from superstep.tune.rl.sampling import TaskGroup
 
 
-class SamplerHello(msgspec.Struct, frozen=True, tag=True):
+class HubAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the hub listens, as the ranks of a launch find it. ``secret``: of the hub, unless the launch has one."""
+
+    host: str
+    port: int
+    secret: bytes | None
+
+
+class SamplerHello(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From a sampler's rank: its numbers."""
 
     sampler: int
     rank: int
 
 
-class SampledGroup(msgspec.Struct, frozen=True, tag=True):
+class SampledGroup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From a sampler's first rank: a group of answers."""
 
     group: TaskGroup
 
 
-class Retired(msgspec.Struct, frozen=True, tag=True):
+class Retired(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From a sampler's first rank: it does not need a version any more."""
 
     version: int
 
 
-class SamplerEnd(msgspec.Struct, frozen=True, tag=True):
+class SamplerEnd(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From a sampler's rank: it has reached the end of its lane."""
 
 
-class Version(msgspec.Struct, frozen=True, tag=True):
+class Version(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From the trainer: an available snapshot, and its folder."""
 
     version: int
-    path: str
+    path: Path
 
 
-class EndSampling(msgspec.Struct, frozen=True, tag=True):
+class EndSampling(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From the trainer: no more samples are needed."""
 
 
-FromSampler = SamplerHello | SampledGroup | Retired | SamplerEnd
+FromSampler = SampledGroup | Retired | SamplerEnd
 FromTrainer = Version | EndSampling
 
-encode = msgspec.msgpack.Encoder().encode
-decode_from_sampler = msgspec.msgpack.Decoder(FromSampler).decode
-decode_from_trainer = msgspec.msgpack.Decoder(FromTrainer).decode
+ADDRESS: Codec[HubAddress] = Codec(HubAddress)
+SAMPLER_HELLO: Codec[SamplerHello] = Codec(SamplerHello)
+FROM_SAMPLER: Codec[FromSampler] = Codec(FromSampler)
+FROM_TRAINER: Codec[FromTrainer] = Codec(FromTrainer)

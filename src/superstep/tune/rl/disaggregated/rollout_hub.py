@@ -8,39 +8,43 @@ Results are recorded when they arrive, while the main thread trains.
 
 from __future__ import annotations
 
-import os
-import socket
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from superstep.errors import Fault
 from superstep.grade.verdict import Verdict
+from superstep.launch.hosts.listener import SecureListener
+from superstep.launch.hosts.secure_channel import ForeignMessage, SecureChannel
+from superstep.launch.rendezvous import LaunchStore
 from superstep.tune.program.instructions import RlSchedule
-from superstep.tune.rl.disaggregated.hub_connection import LOST
+from superstep.tune.rl.disaggregated.hub_connection import HUB
 from superstep.tune.rl.disaggregated.hub_messages import (
+    ADDRESS,
+    FROM_SAMPLER,
+    SAMPLER_HELLO,
     EndSampling,
+    FromSampler,
     FromTrainer,
+    HubAddress,
     Retired,
     SampledGroup,
     SamplerEnd,
     SamplerHello,
     Version,
-    decode_from_sampler,
-    encode,
 )
 from superstep.tune.rl.from_rank0 import WaitLimit
 from superstep.tune.rl.grading import Grading
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.sampling import TaskGroup
+
+SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class RolloutHub:
     """The trainer's end of all connections.
 
     Args:
-        address: of the socket to listen on.
+        store: of the launch, where samplers find the hub.
         record: of rollouts.
         grading: of recorded groups.
         samplers: their number.
@@ -73,11 +77,14 @@ class RolloutHub:
         owners: the sampler of each task.
         window: of places.
         timeout_s: for samplers and graders.
+
+    Raises:
+        Fault: it cannot listen.
     """
 
     def __init__(  # noqa: PLR0913
         self,
-        address: Path,
+        store: LaunchStore,
         record: RolloutLog,
         grading: Grading,
         *,
@@ -95,16 +102,13 @@ class RolloutHub:
         self._timeout_s = timeout_s
         self._news = threading.Condition()
         grading.heard = self._hear
-        self._lines: list[Connection] = []
-        self._sent: list[FromTrainer] = [Version(n, str(path)) for n, path in record.published.items()]
+        self._lines: list[SecureChannel] = []
+        self._sent: list[FromTrainer] = [Version(n, path) for n, path in record.published.items()]
         self._retired: Counter[int] = Counter()
         self._left = samplers * ranks
         self._problem: Exception | None = None
-        self._listener = _listening(address, self._left)
         self._is_closed = False
-        self._address = address
-        self._accepting = threading.Thread(target=self._accept, args=(self._left,), name="samplers", daemon=True)
-        self._accepting.start()
+        self._listener = self._listening(store)
 
     def __enter__(self) -> RolloutHub:
         return self
@@ -115,10 +119,8 @@ class RolloutHub:
         with self._news:
             self._is_closed = True
             for line in self._lines:
-                _hang_up(line)
-        with suppress(OSError):  # a connection wakes the accepting thread
-            Client(str(self._address), "AF_UNIX").close()
-        self._accepting.join()
+                line.close()
+        self._listener.close()
 
     def publish(self, version: int, write: Callable[[], Path]) -> None:
         """Write a snapshot, and report it to the samplers."""
@@ -126,7 +128,7 @@ class RolloutHub:
         with self._record.lock:
             path = write()
             self._record.publish(version, path)
-        self._tell(Version(version, str(path)))
+        self._tell(Version(version, path))
 
     def wait(self, places: range, beat_s: float, patience: WaitLimit) -> Lesson | None:
         """The groups of a step with their grades; None if some are missing after ``beat_s``.
@@ -207,47 +209,43 @@ class RolloutHub:
             self._sent.append(message)
             for line in self._lines:
                 with suppress(OSError):  # its reading thread detects a broken connection
-                    line.send_bytes(encode(message))
+                    line.say(message)
 
-    # A thread for each connection, and one that accepts them.
-
-    def _accept(self, count: int) -> None:
-        with self._listener:
-            for _ in range(count):
-                line = self._listener.accept()
-                with self._news:
-                    if self._is_closed:
-                        line.close()
-                        return
-                    self._lines.append(line)
-                    for message in self._sent:
-                        with suppress(OSError):
-                            line.send_bytes(encode(message))
-                threading.Thread(target=self._read, args=(line,), name="sampler", daemon=True).start()
-
-    def _read(self, line: Connection) -> None:
-        name = "a sampler"
+    def _listening(self, store: LaunchStore) -> SecureListener[SamplerHello]:
+        """Listen, and publish where. Strangers are turned away without a word: nobody sets this secret."""
+        secret = secrets.token_bytes(SECRET_BYTES) if store.secret is None else store.secret
+        at = (store.address, 0)
         try:
-            while True:
-                match decode_from_sampler(line.recv_bytes()):
-                    case SamplerHello(sampler, rank):
-                        name = f"sampler {sampler}, rank {rank}"
+            listener = SecureListener(at, secret, SAMPLER_HELLO, self._enters, lambda line: None)
+        except OSError as error:
+            raise Fault(f"the trainer cannot listen for samplers at {store.address} ({error}).") from error
+        store.put(HUB, ADDRESS.encode(HubAddress(*listener.address, None if store.secret else secret)))
+        return listener
+
+    # A thread for each connection.
+
+    def _enters(self, line: SecureChannel, hello: SamplerHello) -> None:
+        with self._news:
+            if self._is_closed:
+                return
+            self._lines.append(line)
+            for message in self._sent:
+                with suppress(OSError):
+                    line.say(message)
+        self._read(line, f"sampler {hello.sampler}, rank {hello.rank}")
+
+    def _read(self, line: SecureChannel, name: str) -> None:
+        try:
+            while not isinstance(message := _hear(line, name), SamplerEnd):
+                match message:
                     case SampledGroup(group):
                         with self._news:  # a recorded group already has its grades requested
                             self._record.keep_answers(group)
                             self._grading.submit(self._record.place(group.number))
                     case Retired(version):
                         self._retire(version)
-                    case SamplerEnd():
-                        break
                 with self._news:
                     self._news.notify_all()
-        except LOST as error:
-            self._problem = Fault(f"{name} has gone.")
-            self._problem.__cause__ = error
-        except msgspec.DecodeError as error:
-            self._problem = Fault(f"what came from {name} is no message of a sampler's ({error}).")
-            self._problem.__cause__ = error
         except Exception as error:  # noqa: BLE001 - the thread that waits raises it
             self._problem = error
         with self._news:
@@ -262,20 +260,15 @@ class RolloutHub:
             self._record.retire(version)
 
 
+def _hear(line: SecureChannel, name: str) -> FromSampler:
+    """The next message of a sampler's rank; raises Fault where it has gone, or sends something else."""
+    try:
+        return line.hear(FROM_SAMPLER)
+    except ForeignMessage as error:
+        raise Fault(f"{name}: {error}.") from error.__cause__
+    except OSError as error:
+        raise Fault(f"{name} has gone.") from error
+
+
 Lesson = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
 """Groups of a step, and their grades."""
-
-
-def _hang_up(line: Connection) -> None:
-    """Shut down both directions: closing alone would not wake the local reader."""
-    with suppress(OSError), socket.socket(fileno=os.dup(line.fileno())) as end:
-        end.shutdown(socket.SHUT_RDWR)
-
-
-def _listening(address: Path, count: int) -> Listener:
-    try:
-        return Listener(str(address), "AF_UNIX", backlog=count)
-    except OSError as error:
-        raise Fault(
-            f"no socket can be made at {address} ({error}); set TMPDIR to a folder with a short name."
-        ) from error
