@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import tempfile
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,15 @@ from superstep.launch.hosts.listener import SecureListener
 from superstep.launch.hosts.secure_channel import PayloadKind, ask
 from superstep.launch.rendezvous import LaunchStore
 from superstep.plan.config import LoraConfig
+from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import RlSchedule
+from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.disaggregated.hub_connection import HUB, HubConnection
 from superstep.tune.rl.disaggregated.hub_messages import (
     ADDRESS,
     SAMPLER_HELLO,
     HubAddress,
+    RemainingProgram,
     Retired,
     SampledGroup,
     SamplerHello,
@@ -106,6 +109,7 @@ def test_a_sampler_that_is_left_ends_what_it_draws_on_all_its_ranks_and_draws_ag
     assert second == ([], [])  # the other rank of the model
 
 
+LEFT = RemainingProgram(write_iterations(compile_iterations(RlSchedule(steps=1, groups=2, placement="apart"))), {1: 0})
 GROUP = TaskGroup(number=3, version=0, answers=())
 ASKED = RlSchedule(steps=4, groups=2, lag=1, placement="apart")
 
@@ -122,7 +126,15 @@ def meeting(folder, tmp_path):
         owners = {3: 0, 4: samplers - 1}
         window = TaskWindow(0, ASKED)
         made = RolloutHub(
-            store, record, grading, samplers=samplers, ranks=1, owners=owners, window=window, timeout_s=timeout_s
+            store,
+            record,
+            grading,
+            program=LEFT,
+            samplers=samplers,
+            ranks=1,
+            owners=owners,
+            window=window,
+            timeout_s=timeout_s,
         )
         return made, record
 
@@ -130,6 +142,15 @@ def meeting(folder, tmp_path):
         return HubConnection(store, SamplerHello(sampler, 0), timeout_s)
 
     return exchange, line
+
+
+def ends(exchange, lines, **how):
+    """What lines say of whether the run goes on, which are at their ends before the trainer is."""
+    with ThreadPoolExecutor(len(lines)) as threads:
+        closing = [threads.submit(each.close) for each in lines]
+        assert not wait(closing, 0.1).done
+        exchange.finish(**how)
+        return [each.result(60.0) for each in closing]
 
 
 def waits(exchange, places, seconds=60.0):
@@ -184,6 +205,7 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
         lines = [line(0, 60.0), line(1, 60.0)]
         exchange.publish(0, lambda: place)
         assert [each.version(0) for each in lines] == [place, place]
+        assert [each.program()[1] for each in lines] == [{1: 0}, {1: 0}]
         lines[0].tell(Retired(0))
         lines[0].tell(SampledGroup(GROUP))  # heard behind it
         waits(exchange, range(3, 4))
@@ -197,9 +219,7 @@ def test_a_snapshot_goes_once_every_sampler_is_through_and_not_while_another_of_
 
         exchange.publish(1, write)
         assert lines[0].version(1) == place
-        for each in lines:
-            each.close()
-        exchange.finish()
+        assert ends(exchange, lines) == [False, False]
     assert place.is_dir()
     assert list(record.published) == [1]
 
@@ -220,7 +240,15 @@ def test_a_step_takes_what_is_graded_within_its_window_and_each_task_is_trained_
     answer = TaskAnswer(strands=(), rollout=Rollout((), "stop"))
     window, store = TaskWindow(1, ASKED), LaunchStore.of_folder(Path(folder))
     exchange = RolloutHub(
-        store, record, grading, samplers=1, ranks=1, owners=dict.fromkeys(range(8), 0), window=window, timeout_s=60.0
+        store,
+        record,
+        grading,
+        program=LEFT,
+        samplers=1,
+        ranks=1,
+        owners=dict.fromkeys(range(8), 0),
+        window=window,
+        timeout_s=60.0,
     )
 
     def step(number, beat_s=60.0):
@@ -320,7 +348,7 @@ def test_what_comes_over_a_line_is_never_unpickled(meeting, store, tmp_path):
 
     listener = SecureListener(("127.0.0.1", 0), b"secret", SAMPLER_HELLO, enters, said.append)
     try:
-        store.put(HUB, ADDRESS.encode(HubAddress(*listener.address, b"secret")))
+        store.put(HUB.format(attempt=0), ADDRESS.encode(HubAddress(*listener.address, b"secret")))
         with pytest.raises(Fault, match=r"^the trainer: its message is not expected: a message begins with"):
             line(1).version(0)
     finally:
@@ -333,7 +361,7 @@ def test_the_hub_takes_nothing_from_who_does_not_know_its_secret(meeting, store)
     make, line = meeting
     exchange, _ = make()
     with exchange:
-        hub = ADDRESS.decode(store.get(HUB))
+        hub = ADDRESS.decode(store.get(HUB.format(attempt=0)))
         with pytest.raises(ConnectionError, match="has another secret"):
             ask((hub.host, hub.port), b"another")
         line().tell(SampledGroup(GROUP))
@@ -347,6 +375,7 @@ def test_with_a_secret_of_the_run_the_hub_publishes_none(folder, tmp_path):
         store,
         record,
         Grading(record, None, 0),
+        program=LEFT,
         samplers=1,
         ranks=1,
         owners={},
@@ -354,12 +383,12 @@ def test_with_a_secret_of_the_run_the_hub_publishes_none(folder, tmp_path):
         timeout_s=60.0,
     )
     with hub:
-        assert ADDRESS.decode(store.get(HUB)).secret is None
-        HubConnection(store, SamplerHello(0, 0), 60.0).close()
-        hub.finish()
+        assert ADDRESS.decode(store.get(HUB.format(attempt=0))).secret is None
+        line = HubConnection(store, SamplerHello(0, 0), 60.0)
+        assert ends(hub, [line], goes_on=True) == [True]
 
 
 def test_an_address_that_the_hub_did_not_write_is_refused(meeting, store):
-    store.put(HUB, b"10.0.0.1:80")
-    with pytest.raises(Fault, match=r"^the launch's store holds under superstep/hub what the trainer did not write"):
+    store.put(HUB.format(attempt=0), b"10.0.0.1:80")
+    with pytest.raises(Fault, match=r"^the launch's store holds under superstep/hub/0 what the trainer did not write"):
         meeting[1]()

@@ -93,13 +93,16 @@ def _flip(rank: int) -> None:
 
 
 @pytest.mark.multiproc
-def test_they_go_back_by_themselves_where_state_is_corrupted(place, tmp_path):
+@pytest.mark.parametrize("placement", ["shared", "apart"])
+def test_they_go_back_by_themselves_where_state_is_corrupted(place, tmp_path, placement):
     root = tmp_path / "run"
     flags = ["--state.dir", str(root), "--state.fingerprint_every", "1", "--state.save_every", "1"]
-    assert join_ranks(tmp_path, ["tune", "rl", str(place / "rl.toml"), *flags], plant=_flip) == ([0, 0], "")
+    command = ["tune", "rl", str(place / "rl.toml"), "--rollout.placement", placement, *flags]
+    ranks = 2 if placement == "shared" else 3
+    assert join_ranks(tmp_path, command, ranks, plant=_flip) == ([0] * ranks, "")
     (back,) = told(root, "rolled_back")
     assert (back["refused"], back["step"]) == (4, 2)
-    require_same(root, place / "launched")
+    require_same(root, place / ("launched" if placement == "shared" else placement))
 
 
 @pytest.mark.multiproc

@@ -1,4 +1,4 @@
-"""Launch the ranks of a run of rewards, and relaunch them after a loss or a rollback."""
+"""Launch the ranks of a run of rewards, and relaunch them after a loss."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from functools import partial
 
 from superstep.comm.device import choose
 from superstep.launch.ranks import launch_on, launch_parties
-from superstep.launch.retry import next_try
 from superstep.observe.events import Resumed
 from superstep.run.console import Console
 from superstep.run.exit_messages import status_of
@@ -18,9 +17,8 @@ from superstep.run.reports.report import leave_report
 from superstep.run.reports.samples import sampling
 from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.snapshots.background_checkpoint import rank_memories
-from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common
-from superstep.tune.rl.job import RlJob, note_rollback, relaunched
-from superstep.tune.rl.rl_step import RunWentBack
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
+from superstep.tune.rl.job import RlJob, relaunched
 
 
 def launch_rl(job: RlJob, console: Console) -> int | None:
@@ -32,7 +30,6 @@ def launch_rl(job: RlJob, console: Console) -> int | None:
 
     Raises:
         Lost: a rank was lost, and there is no snapshot; or it is lost repeatedly after the same step.
-        WentBack: the run goes back repeatedly to the same step.
     """
     return status_of(lambda: _launch(job, console), job.folder, console, VERB)
 
@@ -47,7 +44,7 @@ def _launch(job: RlJob, console: Console) -> bool:
             kept = stack.enter_context(rank_memories(job.run.plan.mesh.world, job.folder.root, keep=state.keep))
             memories, idle, job = kept.memories, kept.idle, replace(job, snapshots=kept.handles)
         finish = stack.enter_context(sampling(job.folder, job.run.config.observe.sample))
-        is_stopped = recovering(partial(_attempt, job, memories, console), memories, idle, console.restore)
+        is_stopped = recovering(partial(_attempt, job, console), memories, idle, console.restore)
         if is_stopped:
             leave_report(job.folder)
         else:
@@ -65,26 +62,9 @@ def _launch_ranks(job: RlJob, console: Console) -> bool:
     return bool(launch_parties(choose(device, sum(each.size for each in worlds)), worlds))
 
 
-def _attempt(job: RlJob, memories: Sequence[SnapshotMemory], console: Console, lost: Recovery | None) -> bool:
-    """Call ``_launch_ranks``, and again after each rollback."""
-    now = job if lost is None else _after_loss(job, lost)
-    tries, newest = 0, -1
-    while True:
-        try:
-            return _launch_ranks(now, console)
-        except RunWentBack as back:
-            # Other tasks follow where some are left out, and ``rollback.repeats`` is the limit.
-            following = 0 if back.skip else next_try(tries, is_same_state=back.to_step == newest)
-            if following is None:
-                raise
-            tries, newest = following, back.to_step
-            console.restore()
-            note_rollback(job, back)
-            is_in_memory = common(memories) == back.to_step
-            if not is_in_memory:
-                for memory in memories:
-                    memory.forget_after(-1)
-            now = relaunched(job, back.to_step if is_in_memory else None)
+def _attempt(job: RlJob, console: Console, lost: Recovery | None) -> bool:
+    """Call ``_launch_ranks``, again after a loss."""
+    return _launch_ranks(job if lost is None else _after_loss(job, lost), console)
 
 
 def _after_loss(job: RlJob, lost: Recovery) -> RlJob:

@@ -34,9 +34,7 @@ class RunEnded(Exception):
 
 
 class RunWentBack(Fault):
-    """The run goes back to an earlier state, which the trainer has. With samplers apart all ranks end, and their
-    launcher restarts them with the remaining program.
-    """
+    """The run goes back to an earlier state, which the trainer has, and goes on with what is left from there."""
 
     skip: str = ""
     """What is left out from there on, in the form of ``train.skip``."""

@@ -10,6 +10,7 @@ says which version samples which group, independent of timing.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from superstep.comm.objects import gather
+from superstep.comm.objects import barrier, gather
 from superstep.errors import StateError
 from superstep.grade.environment import Tasks
 from superstep.grade.workers.environment_process import EnvironmentProcess
@@ -31,14 +32,24 @@ from superstep.tune.program.memory import require_room
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.colocated import samples_from
 from superstep.tune.rl.disaggregated.hub_connection import HubConnection
-from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, SamplerHello
+from superstep.tune.rl.disaggregated.hub_messages import RemainingProgram, Retired, SampledGroup, SamplerHello
 from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
-from superstep.tune.rl.job import PROGRAM, RlJob, open_log, own_ranks, serve_of, started_trainer, worker_settings
+from superstep.tune.rl.job import (
+    PROGRAM,
+    RlJob,
+    continue_from,
+    note_rollback,
+    open_log,
+    own_ranks,
+    serve_of,
+    started_trainer,
+    worker_settings,
+)
 from superstep.tune.rl.memory_budget import beside_communicators, pages_for, sampler_plan, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import RlTraining, RunEnded, Tell, TellSave, tell_nobody
+from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import SNAPSHOTS
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
@@ -211,33 +222,49 @@ def train_apart(
     """One training rank, from assembly to the last step; whether it stopped early on request."""
     require_own_room(world, job, "trainer")
     trainer = started_trainer(world, job)
-    timeout_s = job.rollout.timeout_s
-    training = RlTraining(job.rl, job.rollout, job.program.schedule.steps, trainer, tell, tell_save)
     with ExitStack() as stack:
-        exchange = None
+        graders = None
         if world.rank == 0:
-            exchange = _open_hub(world, job, stack, retried)
+            graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
             trainer.watch = stack.enter_context(FolderWatch(job.folder, job.files))
-        lane = TrainerLane(trainer, training, exchange, job.folder.root / SNAPSHOTS, timeout_s)
-        is_stopped = False
+        for attempt in itertools.count():
+            training = RlTraining(job.rl, job.rollout, job.program.schedule.steps, trainer, tell, tell_save)
+            end = _train_program(world, job, trainer, training, graders, attempt)
+            if end is None or isinstance(end, RunEnded):
+                break
+            if world.rank == 0:
+                note_rollback(job, end)
+            barrier(world.device)  # the others read it
+            job = continue_from(job, end.to_step)
+    trainer.close()
+    return end is not None
+
+
+def _train_program(
+    world: World, job: RlJob, trainer: PolicyTrainer, training: RlTraining, graders: Pool | None, attempt: int
+) -> RunEnded | RunWentBack | None:
+    """Run the trainer's lane; why it ended before the last step, if it did."""
+    end: RunEnded | RunWentBack | None = None
+    with ExitStack() as stack:
+        exchange = None if graders is None else _open_hub(world, job, stack, graders, attempt)
+        lane = TrainerLane(trainer, training, exchange, job.folder.root / SNAPSHOTS, job.rollout.timeout_s)
         try:
             lane.run(job.program)
-        except RunEnded:
-            is_stopped = True
+        except (RunEnded, RunWentBack) as error:
+            end = error
         if exchange is not None:
-            exchange.finish()
-    trainer.close()
-    return is_stopped
+            exchange.finish(goes_on=isinstance(end, RunWentBack))
+    return end
 
 
-def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> RolloutHub:
-    """Rank 0's additional parts: the record, graders, and the connections."""
+def _open_hub(world: World, job: RlJob, stack: ExitStack, graders: Pool, attempt: int) -> RolloutHub:
+    """Rank 0's record of rollouts, and its connections."""
     assert world.store is not None, "the ranks were launched"
     record = open_log(job, is_kept=True)
     stack.callback(record.close)
     record.tidy()
-    write_whole(job.folder.root / PROGRAM, write_iterations(job.program))
-    graders = stack.enter_context(Pool(job.rl.environment, job.grade, retried=retried))
+    text = write_iterations(job.program)
+    write_whole(job.folder.root / PROGRAM, text)
     grading = Grading(record, graders, job.run.config.train.seed)
     grading.begin(job.program)
     samplers = samplers_of(job)
@@ -245,11 +272,13 @@ def _open_hub(world: World, job: RlJob, stack: ExitStack, retried: Retried) -> R
         world.store,
         record,
         grading,
+        program=RemainingProgram(text, dict(job.tasks)),
         samplers=samplers,
         ranks=job.rollout.tp,
         owners={job.tasks.get(place, place): owner for place, owner in owners_of(job.program, samplers).items()},
         window=TaskWindow(job.rl.window, job.program.schedule),
         timeout_s=job.rollout.timeout_s,
+        attempt=attempt,
     )
     return stack.enter_context(exchange)
 
@@ -271,9 +300,12 @@ def sample_apart(world: World, job: RlJob, number: int) -> None:
         stack.callback(environment.close)
         stack.callback(words.template.close)
         seat = RolloutWorker(world, worker_settings(job, serve), words, environment, others=(number, samplers_of(job)))
-        line = HubConnection(world.store, SamplerHello(number, world.rank), job.rollout.timeout_s)
-        SamplerLane(seat, line, environment, job.run.config.train.seed, job.tasks).run(job.program)
-        line.close()
+        hello, goes_on, attempts = SamplerHello(number, world.rank), True, itertools.count()
+        while goes_on:
+            line = HubConnection(world.store, hello, job.rollout.timeout_s, next(attempts))
+            program, tasks = line.program()
+            SamplerLane(seat, line, environment, job.run.config.train.seed, tasks).run(program)
+            goes_on = line.close()
         seat.close()
 
 

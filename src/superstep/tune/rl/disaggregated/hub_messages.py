@@ -44,6 +44,18 @@ class SamplerEnd(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """From a sampler's rank: it has reached the end of its lane."""
 
 
+class RemainingProgram(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """From the trainer, first of all: what is left to do.
+
+    Attributes:
+        text: of the program.
+        tasks: task numbers of places that have exchanged theirs.
+    """
+
+    text: str
+    tasks: dict[int, int]
+
+
 class Version(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """From the trainer: an available snapshot, and its folder."""
 
@@ -52,11 +64,13 @@ class Version(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class EndSampling(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """From the trainer: no more samples are needed."""
+    """From the trainer: no more samples are needed; or the run has gone back, and goes on with another program."""
+
+    goes_on: bool
 
 
 FromSampler = SampledGroup | Retired | SamplerEnd
-FromTrainer = Version | EndSampling
+FromTrainer = RemainingProgram | Version | EndSampling
 
 ADDRESS: Codec[HubAddress] = Codec(HubAddress)
 SAMPLER_HELLO: Codec[SamplerHello] = Codec(SamplerHello)

@@ -33,6 +33,7 @@ from superstep.tune.rl.disaggregated.hub_messages import (
     FromSampler,
     FromTrainer,
     HubAddress,
+    RemainingProgram,
     Retired,
     SampledGroup,
     SamplerEnd,
@@ -72,11 +73,13 @@ class RolloutHub:
         store: of the launch, where samplers find the hub.
         record: of rollouts.
         grading: of recorded groups.
+        program: for the samplers.
         samplers: their number.
         ranks: of each; all of them connect.
         owners: the sampler of each task.
         window: of places.
         timeout_s: for samplers and graders.
+        attempt: how often the run has gone back in this launch.
 
     Raises:
         Fault: it cannot listen.
@@ -88,11 +91,13 @@ class RolloutHub:
         record: RolloutLog,
         grading: Grading,
         *,
+        program: RemainingProgram,
         samplers: int,
         ranks: int,
         owners: Mapping[int, int],
         window: TaskWindow,
         timeout_s: float,
+        attempt: int = 0,
     ) -> None:
         self._record = record
         self._grading = grading
@@ -103,12 +108,12 @@ class RolloutHub:
         self._news = threading.Condition()
         grading.heard = self._hear
         self._lines: list[SecureChannel] = []
-        self._sent: list[FromTrainer] = [Version(n, path) for n, path in record.published.items()]
+        self._sent: list[FromTrainer] = [program, *(Version(n, path) for n, path in record.published.items())]
         self._retired: Counter[int] = Counter()
         self._left = samplers * ranks
         self._problem: Exception | None = None
         self._is_closed = False
-        self._listener = self._listening(store)
+        self._listener = self._listening(store, HUB.format(attempt=attempt))
 
     def __enter__(self) -> RolloutHub:
         return self
@@ -185,13 +190,13 @@ class RolloutHub:
         with self._news:
             self._news.notify_all()
 
-    def finish(self) -> None:
-        """End the samplers, and wait for them.
+    def finish(self, *, goes_on: bool = False) -> None:
+        """End the samplers, and wait for them. ``goes_on``: whether they connect to another hub, with another program.
 
         Raises:
             Fault: one does not end, or breaks its connection.
         """
-        self._tell(EndSampling())
+        self._tell(EndSampling(goes_on))
         patience = WaitLimit(self._timeout_s)
         with self._news:
             while self._left:
@@ -211,7 +216,7 @@ class RolloutHub:
                 with suppress(OSError):  # its reading thread detects a broken connection
                     line.say(message)
 
-    def _listening(self, store: LaunchStore) -> SecureListener[SamplerHello]:
+    def _listening(self, store: LaunchStore, key: str) -> SecureListener[SamplerHello]:
         """Listen, and publish where. Strangers are turned away without a word: nobody sets this secret."""
         secret = secrets.token_bytes(SECRET_BYTES) if store.secret is None else store.secret
         at = (store.address, 0)
@@ -219,7 +224,7 @@ class RolloutHub:
             listener = SecureListener(at, secret, SAMPLER_HELLO, self._enters, lambda line: None)
         except OSError as error:
             raise Fault(f"the trainer cannot listen for samplers at {store.address} ({error}).") from error
-        store.put(HUB, ADDRESS.encode(HubAddress(*listener.address, None if store.secret else secret)))
+        store.put(key, ADDRESS.encode(HubAddress(*listener.address, None if store.secret else secret)))
         return listener
 
     # A thread for each connection.
