@@ -27,7 +27,10 @@ OBJECTS = {
 ALLOWED = {
     ("launch.ranks", "pickle"): "calls and results of the launcher's own children, over pipes that it made",
     ("launch.fork_server", "multiprocessing.reduction"): "descriptors that go to a child of this process",
-    ("launch.hosts.follow_orders", "recv"): "a pipe inside one process; what comes over the network is JSON",
+    (
+        "launch.hosts.follow_orders",
+        "recv",
+    ): "a pipe inside one process; what comes over the network is decoded by a codec",
 }
 
 

@@ -310,6 +310,26 @@ def test_the_door_lets_in_who_knows_the_secret_and_tells_of_others():
         knock(door.address, SECRET, HELLO)
 
 
+def _has(family, address):
+    try:
+        socket.create_server((address, 0), family=family).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_the_door_listens_at_either_kind_of_address(family, address):
+    """A name such as localhost may stand for each."""
+    if not _has(family, address):
+        pytest.skip("this machine has no such address")
+    door = SecureListener((address, 0), SECRET, HELLOS, _welcome, lambda text: None)
+    try:
+        knock(door.address, SECRET, HELLO).close()
+    finally:
+        door.close()
+
+
 def _welcome(wire, hello):
     wire.say(Welcome())
     wire.hear(STEPS)

@@ -63,7 +63,8 @@ class SecureListener(Generic[M]):
         self._strangers: dict[socket.socket, str] = {}
         self._guests: set[SecureChannel] = set()
         self._told: set[str] = set()
-        self._socket = socket.create_server(at, backlog=WAITING)
+        family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
+        self._socket = socket.create_server(at, family=family, backlog=WAITING)
         self.address: Address = self._socket.getsockname()[:2]
         threading.Thread(target=self._listen, name="superstep-door", daemon=True).start()
 
