@@ -26,7 +26,7 @@ from torch import Tensor
 
 from superstep.errors import CollectiveError
 from superstep.strict.nccl.tensor_rules import in_memory, in_words, refusal_of
-from superstep.strict.nccl.transport import Call, GlooTransport, Views
+from superstep.strict.nccl.transport import Call, GlooTransport, MemberLeft, Views
 from superstep.strict.nccl.watchdog import Members, Watchdog
 from superstep.strict.nccl.works import PendingCall, StreamWork
 from superstep.strict.torch_cuda import find_stream
@@ -298,14 +298,18 @@ class Communicator(dist.ProcessGroup):
         def run(read_views: Views, written_views: Views) -> None:
             reads, writes = iter(read_views), iter(written_views)
             each = [(call, list(islice(reads, read)), list(islice(writes, written))) for call, read, written in bare]
+            if transport.left:
+                raise CollectiveError(f"{what} ({line}) comes after a call that failed, as a member has left")
             try:
                 for call, own, to in each:
                     if call.peer is None:
                         transport.collect(call, own, to)
                 transport.transfer([one for one in each if one[0].peer is not None])
+            except CollectiveError:
+                raise
+            except MemberLeft as error:
+                raise CollectiveError(f"{what} ({line}) waits for {error}") from error.__cause__
             except RuntimeError as error:
-                if isinstance(error, CollectiveError):
-                    raise
                 raise dist.DistBackendError(f"{what} ({line}): {error}") from error
 
         self.device.launch(queue, reads, writes, run, what)

@@ -7,7 +7,8 @@ and a mismatch is an error that names both lines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Self
@@ -24,6 +25,9 @@ WANTED, SENT, NUMBERS, CALLED = 1, 2, 3, 4
 """Tags of messages: of a transfer the receiver's call, the sender's call, and the numbers; of a collective each
 member's call.
 """
+
+CLOSED = "gloo/transport/tcp/pair"
+"""In Gloo's errors of a connection that has ended: its source file."""
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Types that NCCL sums and Gloo does not support."""
@@ -61,6 +65,10 @@ class Call:
         same = f"{self.name if self.peer is None else 'transfer'} {self.what}"
         data = hashlib.sha256(same.encode()).digest()[:DIGEST_BYTES] + str(self).encode()
         return torch.frombuffer(bytearray(data[:SIGNATURE_BYTES].ljust(SIGNATURE_BYTES, b"\0")), dtype=torch.uint8)
+
+
+class MemberLeft(RuntimeError):
+    """A member has left the communicator: its connection is closed."""
 
 
 def describe(signature: Tensor) -> str:
@@ -129,6 +137,8 @@ class GlooTransport:
         name: of the communicator, for messages.
         awaited: the member that the running call waits for, if any; of several the first.
         last: the last call of each member, in words.
+        left: members that left while a call waited for them. Later calls fail, as they do on a communicator of NCCL
+            that has had an error.
     """
 
     gloo: dist.ProcessGroupGloo
@@ -138,6 +148,7 @@ class GlooTransport:
     name: str
     awaited: set[int] = field(default_factory=set)
     last: dict[int, str] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
 
     @property
     def size(self) -> int:
@@ -203,15 +214,16 @@ class GlooTransport:
 
         Raises:
             CollectiveError: a member makes another one.
+            MemberLeft: a member makes none any more.
         """
         own = call.signature()
         others = {rank: torch.empty_like(own) for rank in range(self.size) if rank != self.rank}
-        sent = [self.gloo.send([own], rank, CALLED) for rank in others]
-        coming = [self.gloo.recv([other], rank, CALLED) for rank, other in others.items()]
-        for (rank, other), message in zip(others.items(), coming, strict=True):
-            self._receive(rank, other, message)
-        for message in sent:
-            message.wait(self.limit)
+        sent = {rank: self._start(self.gloo.send, own, rank, CALLED) for rank in others}
+        coming = {rank: self._start(self.gloo.recv, other, rank, CALLED) for rank, other in others.items()}
+        for rank, message in coming.items():
+            self._receive(rank, others[rank], message)
+        for rank, message in sent.items():
+            self._end(rank, message)
         for rank, other in others.items():
             if not fits(own, other):
                 raise CollectiveError(f"members of {self.name} call differently: {self._both(call, rank, other)}")
@@ -226,25 +238,27 @@ class GlooTransport:
 
         Raises:
             CollectiveError: the ends of a transfer do not match.
+            MemberLeft: the other end makes no call any more.
         """
-        sends = [(call, reads[0]) for call, reads, _ in calls if call.name == "send"]
-        receives = [(call, writes[0]) for call, _, writes in calls if call.name == "recv"]
-        works = [self.gloo.send([call.signature()], call.peer, WANTED) for call, _ in receives]
+        sends = [(call, call.peer, reads[0]) for call, reads, _ in calls if call.name == "send"]
+        receives = [(call, call.peer, writes[0]) for call, _, writes in calls if call.name == "recv"]
+        send, recv = self.gloo.send, self.gloo.recv
+        works = [(peer, self._start(send, call.signature(), peer, WANTED)) for call, peer, _ in receives]
         faults: list[str] = []
-        for call, numbers in sends:
+        for call, peer, numbers in sends:
             fault = self._compare(call, WANTED)
-            works.append(self.gloo.send([call.signature()], call.peer, SENT))
+            works.append((peer, self._start(send, call.signature(), peer, SENT)))
             if fault:
                 faults.append(fault)
             else:
-                works.append(self.gloo.send([numbers], call.peer, NUMBERS))
-        for call, numbers in receives:
+                works.append((peer, self._start(send, numbers, peer, NUMBERS)))
+        for call, peer, numbers in receives:
             if fault := self._compare(call, SENT):
                 faults.append(fault)
             else:
-                works.append(self.gloo.recv([numbers], call.peer, NUMBERS))
-        for work in works:
-            work.wait(self.limit)
+                works.append((peer, self._start(recv, numbers, peer, NUMBERS)))
+        for peer, work in works:
+            self._end(peer, work)
         if faults:
             raise CollectiveError(f"the ends of a transfer over {self.name} do not fit: {faults[0]}")
 
@@ -252,7 +266,7 @@ class GlooTransport:
         """Both ends of a transfer, once the other one has arrived; empty if they match."""
         came = torch.empty(SIGNATURE_BYTES, dtype=torch.uint8)
         assert call.peer is not None
-        self._receive(call.peer, came, self.gloo.recv([came], call.peer, tag))
+        self._receive(call.peer, came, self._start(self.gloo.recv, came, call.peer, tag))
         return "" if fits(call.signature(), came) else self._both(call, call.peer, came)
 
     def _both(self, call: Call, member: int, other: Tensor) -> str:
@@ -261,6 +275,37 @@ class GlooTransport:
     def _receive(self, rank: int, signature: Tensor, message: dist.Work) -> None:
         """Wait for another member's call."""
         self.awaited.add(rank)
-        message.wait(self.limit)
+        self._end(rank, message)
         self.awaited.clear()
         self.last[rank] = describe(signature)
+
+    def _start(self, transfer: Callable[..., dist.Work], numbers: Tensor, rank: int | None, tag: int) -> dist.Work:
+        with self._connection_to(rank):
+            return transfer([numbers], rank, tag)
+
+    def _end(self, rank: int | None, message: dist.Work) -> None:
+        with self._connection_to(rank):
+            message.wait(self.limit)
+
+    @contextmanager
+    def _connection_to(self, rank: int | None) -> Iterator[None]:
+        """Raises a MemberLeft where the other end has closed the connection."""
+        assert rank is not None
+        try:
+            yield
+        except RuntimeError as error:
+            if CLOSED not in str(error):
+                raise
+            self.left.add(rank)
+            raise MemberLeft(self.missing(rank, "has left it")) from error
+
+    def missing(self, rank: int, ended: str = "") -> str:
+        """A member that a call waits for, and its last call, in words.
+
+        Args:
+            rank: of the member.
+            ended: why no call of it comes any more; empty if one may come.
+        """
+        last = self.last.get(rank)
+        called = f"whose last call there is {last}" if last else "which has made no call there"
+        return f"rank {self.ranks[rank]}, {f'which {ended} and ' * bool(ended)}{called}"

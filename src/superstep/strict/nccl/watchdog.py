@@ -41,10 +41,7 @@ class Members:
     def missing(self) -> str:
         """The member that the running call waits for; empty if there is none."""
         for number in list(self.transport.awaited):
-            last = self.transport.last.get(number)
-            called = f"whose last call there is {last}" if last else "which has made no call there"
-            ended = "which has ended and " * has_ended(self.processes[number])
-            return f"rank {self.transport.ranks[number]}, {ended}{called}"
+            return self.transport.missing(number, "has ended" * has_ended(self.processes[number]))
         return ""
 
 
@@ -72,6 +69,9 @@ class HostWait:
 
 class Watchdog:
     """Ends the process if a call does not end in time, or no rank makes progress; reports the running calls.
+
+    Of several late calls it names the oldest one. It names none of a communicator that a member has left: there the
+    first call that needs the member fails, and the host raises this error.
 
     Tensors of a call without a wait are released by the next call of its communicator, in the thread of that call
     (``shelvesToUnstash_`` in ProcessGroupNCCL.cpp). Those of an existing work are kept, so that the peak of memory does
@@ -141,17 +141,19 @@ class Watchdog:
         looks = itertools.count()
         while True:
             time.sleep(POLL_S)
+            under_way = self._device.under_way()  # before the calls that are running: so it has each of these
             with self._lock:
                 self._sort()
                 pending = [each.call for each in self._watched if not each.call.end.query()]
                 hosts = [wait.why for wait in self._hosts if wait.why]
-            late = next((call for call in pending if time.monotonic() > call.deadline_s), None)
-            if late is not None:
-                self._end(f"{late.what} has not ended in its time")
+                failed = {queue for queue, members in self._members.items() if members.transport.left}
+            late = [call for call in pending if time.monotonic() > call.deadline_s and call.queue not in failed]
+            if late:
+                self._end(f"{late[0].what} has not ended in its time", under_way)
             if not pending and not hosts:
                 self._stall.reset()
             elif next(looks) % POLLS_PER_LOOK == 0 and self._is_stalled():
-                self._end(f"no rank moves any more: {hosts[0] if hosts else self._cause(pending)}")
+                self._end(f"no rank moves any more: {hosts[0] if hosts else self._cause(pending)}", under_way)
 
     def _sort(self) -> None:
         """Move ended calls to those that can be released. The lock is held."""
@@ -179,8 +181,9 @@ class Watchdog:
                 return f"{call.what} waits for {missing}"
         return f"{pending[0].what} has not ended"
 
-    def _end(self, why: str) -> None:
-        under_way = "; ".join(self._device.under_way())
-        sys.stderr.write(f"strict device: watchdog: {why}; under way: {under_way}\n")
+    def _end(self, why: str, under_way: Sequence[str]) -> None:
+        races = self._device.take_races()
+        race = f"; before it, a race: {races[0]}" if races else ""
+        sys.stderr.write(f"strict device: watchdog: {why}; under way: {'; '.join(under_way)}{race}\n")
         sys.stderr.flush()
         os.abort()
