@@ -24,14 +24,6 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    """Text of its own, which is prepared in a moment."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("".join(f"The number after {n} is {n + 1}.\n" for n in range(4000)), encoding="utf-8")
-    return ("--data.corpus", str(path))
-
-
 def prove(*argv):
     command = [sys.executable, "-m", "superstep", "prove", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
@@ -77,6 +69,34 @@ def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
         rf"\d+x all_gather_single .* reads bytes that \S+ \({model}:{line} .* writes, and no event", done.stdout
     )
     assert "RACES" in done.stdout.splitlines()[-1]
+
+
+def test_a_race_is_named_too_where_the_run_then_fails(text, tmp_path):
+    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
+    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(self.norm_2(h_BSD)) + fails(h_BSD)")
+    beside = """
+def fails(h_BSD):
+    if h_BSD.is_cuda:
+        doubled, side = h_BSD * 2, torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            doubled.sum()
+        del doubled
+        raise ArithmeticError("the model fails")
+    return 0.0
+"""
+    model = tmp_path / "own_model.py"
+    first, rest = planted.split("\n\n\n", 1)
+    model.write_text(first + "\n\n" + beside + "\n\n" + rest, encoding="utf-8")
+    done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
+    assert done.returncode == 1
+    assert re.match(r"superstep: fault: rank [01]: ArithmeticError: the model fails\n", done.stderr), done.stderr
+    lines = model.read_text().splitlines()
+    freed, used = (
+        next(n for n, line in enumerate(lines, 1) if text in line) for text in ("del doubled", "doubled.sum")
+    )
+    race = rf"1x memory is freed \({model}:{freed} .* while sum\S* \({model}:{used} .*\) reads it"
+    assert re.search(rf"\nRACES before this:\n +{race}", done.stderr), done.stderr
 
 
 def test_use_of_another_ranks_gpu_is_named_with_its_line(text, tmp_path):

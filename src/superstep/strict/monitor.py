@@ -73,6 +73,10 @@ class Monitor:
         """Start or stop recording events."""
         self._device.record(is_recording)
 
+    def races(self) -> Mapping[str, int]:
+        """Races since the last report, also of a rank that has failed: it waits for nothing."""
+        return Counter(self._device.take_races())
+
     def report(self) -> Report:
         """Observations since the last report. Waits for all running work, without counting that as a wait."""
         device = self._device

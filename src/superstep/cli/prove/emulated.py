@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from superstep.comm.objects import gather
 from superstep.cost.program.memory.memory_fit import memory_of
+from superstep.errors import Fault
+from superstep.launch.failure import trouble_of
 from superstep.launch.ranks import World
 from superstep.observe.number_format import bytes_text
 from superstep.plan.resolution.resolve import Resolved
@@ -40,11 +43,26 @@ def prove_emulated(world: World, case: ProofCase) -> tuple[ProofVerdict, list[Ra
     """The case's verdict, and the observations of each rank's GPU; on every rank."""
     monitor = Monitor(world.device.index)
     steps: list[Report] = []
-    for number, _ in enumerate(plain_steps(world, case.run, case.batches[:1] * (WARM_STEPS + 1))):
-        steps.append(monitor.report())
-        monitor.record(is_recording=number + 1 == WARM_STEPS)
-    verdict = prove_case(world, case)
-    return verdict, gather(RankReport(steps[-1], (*steps, monitor.report())), RankReport)
+    with _races_in_error(world.rank, monitor, steps):
+        for number, _ in enumerate(plain_steps(world, case.run, case.batches[:1] * (WARM_STEPS + 1))):
+            steps.append(monitor.report())
+            monitor.record(is_recording=number + 1 == WARM_STEPS)
+        verdict = prove_case(world, case)
+        return verdict, gather(RankReport(steps[-1], (*steps, monitor.report())), RankReport)
+
+
+@contextmanager
+def _races_in_error(rank: int, monitor: Monitor, steps: Sequence[Report]) -> Iterator[None]:
+    """Add the races so far to a fault that ends the run: they may be its cause."""
+    try:
+        yield
+    except Exception as error:
+        races = _total([*(step.races for step in steps), monitor.races()])
+        known = trouble_of(rank, error).error
+        if not races or not isinstance(known, Fault):
+            raise
+        lines = "\n".join(("RACES before this:", *_count_lines(races)))
+        raise Fault(f"{known.message}\n{lines}", rank=rank) from (error.__cause__ or error)
 
 
 def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
