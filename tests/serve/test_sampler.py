@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from superstep.serve.compute.sampler import (
+    NO_CONTEXT,
+    Draw,
     SamplingContext,
     change_logits,
     draw,
     draw_plain,
+    draw_tokens,
     gumbel,
     read_rows,
     read_totals,
@@ -20,7 +23,6 @@ from superstep.serve.scheduling.request import Sampling
 
 V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
-NOTHING = SamplingContext((), ())
 DRAWS = 2_000
 
 
@@ -29,12 +31,12 @@ def totals_read(logits):
     return read_totals(rows)
 
 
-def drawn(sampling, *, logits=LOGITS, seen=NOTHING, position=0):
+def drawn(sampling, *, logits=LOGITS, seen=NO_CONTEXT, position=0):
     (totals,) = totals_read(logits[None].clone())
-    return draw(logits, totals, sampling, seen, position)
+    return draw(logits, totals, Draw(sampling, seen, position))
 
 
-def frequencies(sampling, *, draws=DRAWS, seen=NOTHING):
+def frequencies(sampling, *, draws=DRAWS, seen=NO_CONTEXT):
     counts = torch.zeros(V, dtype=torch.float64)
     for position in range(draws):
         counts[drawn(sampling, position=position, seen=seen).token] += 1
@@ -156,6 +158,21 @@ def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
         (totals,) = totals_read(row[None])
         noise = gumbel(sampling.seed, position, torch.arange(301))
         assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
-        assert draw(row, totals, sampling, SamplingContext((), ()), position, drawn=each) == draw(
-            row, totals, sampling, SamplingContext((), ()), position
-        )
+        alone = Draw(sampling, NO_CONTEXT, position)
+        assert draw(row, totals, alone, drawn=each) == draw(row, totals, alone)
+
+
+def test_tokens_that_are_drawn_together_are_those_of_each_draw():
+    logits = torch.randn(6, V, generator=torch.Generator().manual_seed(4)) * 3
+    logits[5, 3] = float("nan")
+    allowed = torch.arange(V) % 7 > 0
+    draws = [
+        Draw(Sampling(seed=1, top_p=0.8, repetition_penalty=1.4), SamplingContext((1, 2), (2, 3)), 9),
+        Draw(Sampling(seed=2, temperature=0.7), NO_CONTEXT, 4),
+        Draw(Sampling(temperature=0), NO_CONTEXT, 4),
+        Draw(Sampling(seed=3), SamplingContext((), (), allowed), 5),
+        Draw(Sampling(seed=4), NO_CONTEXT, 6),
+        Draw(Sampling(seed=5), NO_CONTEXT, 6),
+    ]
+    alone = [draw(row, totals_read(row[None])[0], one).token for row, one in zip(logits[:5], draws[:5], strict=True)]
+    assert draw_tokens(logits, draws) == [*alone, None]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.sampler import SamplingContext, draw
-from superstep.serve.compute.wanted import LogitsRow, read_known, read_wanted
+from superstep.serve.compute.sampler import NO_CONTEXT, Draw, SamplingContext, draw
+from superstep.serve.compute.wanted import LogitsRow, RowDraws, read_known, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.scheduling.apply_step import book, book_computed
@@ -243,8 +243,8 @@ class InferenceEngine:
         self.speculation.guess(step, live, self._matcher)
         rows, wanted = _rows(step, live)
         logits_RV = self.model(rows)
-        samplings = self._rows_to_draw(step, live, wanted)
-        outputs = read_wanted(rows.wanted, samplings, logits_RV, self.model.totals, vocab=self.info.vocab)
+        draws = self._rows_to_draw(step, live, wanted)
+        outputs = read_wanted(rows.wanted, draws, logits_RV, self.model.totals, vocab=self.info.vocab)
         news += [
             self._update_request(live[chunk.request], chunk, wanted[chunk.request], outputs) for chunk in step.chunks
         ]
@@ -310,33 +310,46 @@ class InferenceEngine:
 
     def _rows_to_draw(
         self, step: ScheduledStep, live: Mapping[int, LiveRequest], wanted: Mapping[int, Sequence[int]]
-    ) -> dict[int, tuple[Sampling, int]]:
-        """By row, the sampling parameters and the position of the token, if only a temperature changes the logits: most
-        draws of a busy engine.
-        """
-        samplings: dict[int, tuple[Sampling, int]] = {}
+    ) -> RowDraws:
+        """The draws that do not depend on others of the step."""
+        plain: dict[int, tuple[Sampling, int]] = {}
+        changed: dict[int, Draw] = {}
+        tops: dict[int, int] = {}
         for chunk in step.chunks:
             one, own = live[chunk.request], wanted[chunk.request]
-            how = one.request.sampling
-            if chunk.end >= one.known and own and how.is_plain and not how.is_greedy and one.id not in self._matcher:
-                # The last known token has a row, and so has each draft token after it.
-                for nth, row in enumerate(own[one.known - chunk.end - 1 :]):
-                    samplings[row] = (how, one.known + nth)
-        return samplings
+            if chunk.end < one.known or not own:
+                continue
+            # The last known token has a row, and so has each draft token after it.
+            how, rows = one.request.sampling, own[one.known - chunk.end - 1 :]
+            if not how.is_plain or one.id in self._matcher:
+                if (draw := self._next_draw(one)) is not None:
+                    changed[rows[0]] = draw
+                continue
+            if how.top_logprobs:
+                tops.update(dict.fromkeys(rows, how.top_logprobs))
+            if not how.is_greedy:
+                plain.update((row, (how, one.known + nth)) for nth, row in enumerate(rows))
+        return RowDraws(plain, changed, tops)
 
-    def _draw(self, live: LiveRequest, row: LogitsRow) -> TokenOutput | None:
-        """The next token; None if the logits are not finite, or a grammar became too costly."""
-        logits_V, totals, drawn = row
-        if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
-            return None
+    def _next_draw(self, live: LiveRequest) -> Draw | None:
+        """The draw of a request's next token; None if a grammar became too costly."""
         matcher = self._matcher.get(live.id)
         try:
             allowed = None if matcher is None else matcher.allowed()
         except ConfigError:
             return None
-        context = SamplingContext(live.request.prompt, live.drawn, allowed)
+        return Draw(live.request.sampling, SamplingContext(live.request.prompt, live.drawn, allowed), live.known)
+
+    def _draw(self, live: LiveRequest, row: LogitsRow) -> TokenOutput | None:
+        """The next token; None if the logits are not finite, or a grammar became too costly."""
+        logits_V, totals, drawn, top = row
+        if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
+            return None
+        one = self._next_draw(live) if drawn is None else Draw(live.request.sampling, NO_CONTEXT, live.known)
+        if one is None:
+            return None
         version = live.adapter.version_with(self.info.version)
-        return draw(logits_V, totals, live.request.sampling, context, live.known, drawn=drawn, version=version)
+        return draw(logits_V, totals, one, drawn=drawn, top=top, version=version)
 
     def _of_prompt(
         self,

@@ -15,7 +15,6 @@ takes the likeliest token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.sampler import LogitTotals, SamplingContext, columns, draw, read_rows
+from superstep.serve.compute.sampler import Draw, SamplingContext, draw_tokens
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.drafting.speculate import DraftBudget
 from superstep.serve.scheduling.request_state import LiveRequest
@@ -48,28 +47,26 @@ class _Run:
     form: Matcher | None
     guesses: list[int] = field(default_factory=list)
 
-    def add(self, logits_V: Tensor, largest: float, likeliest: int) -> None:
-        """Draw one more draft token."""
-        token = self._draw(logits_V, largest, likeliest)
-        self.guesses.append(token)
-        if self.form is not None:
-            self.form.advance(token)
-            self.form = None if self.form.is_done else self.form
-
-    def _draw(self, logits_V: Tensor, largest: float, likeliest: int) -> int:
+    def next_draw(self) -> Draw:
+        """The draw of one more draft token."""
         allowed = None
         if self.form is not None:
             try:
                 allowed = self.form.allowed()
             except ConfigError:
                 self.form = None
-        if not math.isfinite(largest):
-            self.form = None
-            return 0  # costs a row, as any rejected draft token
         context = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
         sampling = replace(self.live.request.sampling, top_logprobs=0)
-        totals = LogitTotals(largest, 0.0, likeliest)  # its log-probabilities are not needed
-        return draw(logits_V, totals, sampling, context, self.live.known + len(self.guesses)).token
+        return Draw(sampling, context, self.live.known + len(self.guesses))
+
+    def add(self, token: int | None) -> None:
+        """Add a drawn token; None if the logits were not finite."""
+        if token is None:
+            self.form, token = None, 0  # costs a row, as any rejected draft token
+        self.guesses.append(token)
+        if self.form is not None:
+            self.form.advance(token)
+            self.form = None if self.form.is_done else self.form
 
 
 class DraftModel:
@@ -144,9 +141,9 @@ class DraftModel:
         logits_RV = self._compute(Rows(tokens=tuple(tokens), parts=parts, wanted=tuple(wanted)))[:, : self._vocab]
         guessing = [run for run in runs if len(run.guesses) < run.count]
         if guessing:
-            (tops,) = read_rows(columns(*logits_RV.max(-1)))
-            for run, logits_V, (largest, likeliest) in zip(guessing, logits_RV, tops, strict=True):
-                run.add(logits_V, largest, int(likeliest))
+            draws = [run.next_draw() for run in guessing]
+            for run, token in zip(guessing, draw_tokens(logits_RV, draws), strict=True):
+                run.add(token)
 
 
 @dataclass(frozen=True, slots=True)

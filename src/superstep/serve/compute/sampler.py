@@ -12,6 +12,7 @@ Statistics of many rows are computed on the logits' device and read together: th
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +59,23 @@ class SamplingContext:
     prompt: Sequence[int]
     drawn: Sequence[int]
     allowed: Tensor | None = None
+
+
+NO_CONTEXT = SamplingContext((), ())
+"""For a draw that earlier tokens do not change, or that is done."""
+
+
+class Draw(NamedTuple):
+    """A draw of one token: the parameters, earlier tokens, and the token's position."""
+
+    sampling: Sampling
+    context: SamplingContext
+    position: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's logits are drawn from unchanged but for the temperature."""
+        return self.sampling.is_plain and self.context.allowed is None
 
 
 def gumbel(seed: int, position: int, tokens: Tensor) -> Tensor:
@@ -200,11 +218,10 @@ def draw_plain(
 def draw(
     logits_V: Tensor,
     totals: LogitTotals,
-    sampling: Sampling,
-    context: SamplingContext,
-    position: int,
+    one: Draw,
     *,
     drawn: SampledToken | None = None,
+    top: Sequence[Sequence[float]] | None = None,
     version: str = "",
 ) -> TokenOutput:
     """Draw one token, with its log-probabilities.
@@ -212,22 +229,54 @@ def draw(
     Args:
         logits_V: the model's, fp32.
         totals: of the model's own distribution.
-        sampling: the parameters.
-        context: earlier tokens.
-        position: of the token.
-        drawn: the result of ``draw_plain`` for this row, if any.
+        one: the draw.
+        drawn: its result, if it was read with those of other rows.
+        top: the row's likeliest tokens, if they were read with those of other rows.
         version: of the weights.
     """
-    if not sampling.is_plain or context.allowed is not None:
-        parts = _draw_changed(logits_V, sampling, context, position), likeliest(logits_V, sampling.top_logprobs)
-        ((token, finite, logit, after),), top = read_rows(*parts)
-        return _describe(SampledToken(int(token), int(finite), logit, after), top, totals, len(logits_V), version)
-    if sampling.is_greedy:
+    if drawn is None and not one.is_plain:
+        drawn, top = read_changed(*read_rows(*draw_changed(logits_V, one)))
+    elif drawn is None and one.sampling.is_greedy:
         drawn = SampledToken(totals.likeliest, 1, totals.largest, 0.0)
     elif drawn is None:
-        drawn = draw_plain(logits_V[None], [(sampling, position)])[0]
-    top = read_rows(likeliest(logits_V, sampling.top_logprobs))[0] if sampling.top_logprobs else []
+        drawn = draw_plain(logits_V[None], [(one.sampling, one.position)])[0]
+    if top is None:
+        top = read_rows(likeliest(logits_V, one.sampling.top_logprobs))[0] if one.sampling.top_logprobs else []
     return _describe(drawn, top, totals, len(logits_V), version)
+
+
+def draw_changed(logits_V: Tensor, one: Draw) -> tuple[Tensor, Tensor]:
+    """A draw from logits that are changed or cut, on their device.
+
+    Returns:
+        The fields of ``SampledToken``, [1, 4], fp64, and the likeliest tokens.
+    """
+    return _draw_changed(logits_V, one), likeliest(logits_V, one.sampling.top_logprobs)
+
+
+def read_changed(
+    tokens: Sequence[Sequence[float]], top: Sequence[Sequence[float]]
+) -> tuple[SampledToken, Sequence[Sequence[float]]]:
+    """Decode a draw of ``draw_changed``, as ``read_rows`` returns it."""
+    ((token, finite, logit, after),) = tokens
+    return SampledToken(int(token), int(finite), logit, after), top
+
+
+def draw_tokens(logits_RV: Tensor, draws: Sequence[Draw]) -> list[int | None]:
+    """Draw a token from each row, and read them together; None where the largest logit is not finite."""
+    plain = [row for row, one in enumerate(draws) if one.is_plain and not one.sampling.is_greedy]
+    changed = [row for row, one in enumerate(draws) if not one.is_plain]
+    parts = [columns(*logits_RV.max(-1)), *(_draw_changed(logits_RV[row], draws[row]) for row in changed)]
+    if plain:
+        ways = [(draws[row].sampling, draws[row].position) for row in plain]
+        parts.append(draw_rows(logits_RV[send(torch.tensor(plain), logits_RV.device)], ways).tokens)
+    likeliest_R, *read = read_rows(*parts)
+    tokens = [token for _, token in likeliest_R]
+    for row, (token, *_) in zip((*changed, *plain), (fields for part in read for fields in part), strict=True):
+        tokens[row] = token
+    return [
+        int(token) if math.isfinite(largest) else None for token, (largest, _) in zip(tokens, likeliest_R, strict=True)
+    ]
 
 
 def _describe(
@@ -244,8 +293,8 @@ def _describe(
     )
 
 
-def _draw_changed(logits_V: Tensor, sampling: Sampling, context: SamplingContext, position: int) -> Tensor:
-    """A draw from logits that are changed or cut, where they are: the fields of ``SampledToken``, [1, 4], fp64."""
+def _draw_changed(logits_V: Tensor, one: Draw) -> Tensor:
+    sampling, context, position = one
     scores_V = change_logits(logits_V, sampling, context)
     if sampling.is_greedy:
         token_1 = scores_V.argmax(-1, keepdim=True)

@@ -6,6 +6,7 @@ V  vocabulary      R  wanted rows
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
@@ -14,12 +15,15 @@ from torch import Tensor
 
 from superstep.numerics.sending import send
 from superstep.serve.compute.sampler import (
+    Draw,
     LogitTotals,
     SampledToken,
     TotalsOf,
     columns,
+    draw_changed,
     draw_rows,
     likeliest,
+    read_changed,
     read_draws,
     read_likeliest,
     read_rows,
@@ -30,43 +34,62 @@ from superstep.serve.scheduling.request import Sampling, TokenOutput
 
 
 class LogitsRow(NamedTuple):
-    """A row of logits, its statistics, and the token drawn from it in the batched draw, if any."""
+    """A row of logits and its statistics; the drawn token and the likeliest ones, if they were read with these."""
 
     logits: Tensor
     totals: LogitTotals
     drawn: SampledToken | None
+    top: Sequence[Sequence[float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowDraws:
+    """Draws of a step whose results are read together, by row.
+
+    Attributes:
+        plain: parameters and position, where only a temperature changes the logits: most draws of a busy engine.
+        changed: draws of other requests; of a draft only the first row, on whose token the next one depends.
+        tops: how many likeliest tokens to read, of rows that are not in ``changed``.
+    """
+
+    plain: Mapping[int, tuple[Sampling, int]]
+    changed: Mapping[int, Draw]
+    tops: Mapping[int, int]
 
 
 def read_wanted(
-    wanted: Sequence[int],
-    samplings: Mapping[int, tuple[Sampling, int]],
-    logits_RV: Tensor,
-    totals: TotalsOf,
-    *,
-    vocab: int,
+    wanted: Sequence[int], draws: RowDraws, logits_RV: Tensor, totals: TotalsOf, *, vocab: int
 ) -> dict[int, LogitsRow]:
     """Results of each wanted row, by number.
 
     Args:
         wanted: their numbers.
-        samplings: of rows for the batched draw: the parameters, and the position of the token.
+        draws: of some of them.
         logits_RV: fp32.
         totals: of rows, with the bits of the served mode.
         vocab: columns; columns after them are padding for ranks or cells, and cannot be drawn.
     """
     if not wanted:
         return {}
-    totals_R3, ways = totals(logits_RV), list(samplings.values())
-    drawn: dict[int, SampledToken] = {}
-    if samplings:
+    rows_V = dict(zip(wanted, logits_RV[:, :vocab], strict=True))
+    ways = list(draws.plain.values())
+    parts = [totals(logits_RV)]
+    for row, one in draws.changed.items():
+        parts += draw_changed(rows_V[row], one)
+    parts += [likeliest(rows_V[row], count) for row, count in draws.tops.items()]
+    if ways:
         place = {row: at for at, row in enumerate(wanted)}
-        at_D = send(torch.tensor([place[row] for row in samplings]), logits_RV.device)
-        rows, *draws = read_rows(totals_R3, *draw_rows(logits_RV[at_D], ways, totals))
-        drawn = dict(zip(samplings, read_draws(draws, ways), strict=True))
-    else:
-        (rows,) = read_rows(totals_R3)
-    known = zip(wanted, logits_RV[:, :vocab], read_totals(rows), strict=True)
-    return {row: LogitsRow(logits_V, each, drawn.get(row)) for row, logits_V, each in known}
+        at_D = send(torch.tensor([place[row] for row in draws.plain]), logits_RV.device)
+        parts += draw_rows(logits_RV[at_D], ways, totals)
+    rows, *read = read_rows(*parts)
+    rest = iter(read)
+    changed = {row: read_changed(next(rest), next(rest)) for row in draws.changed}
+    tops = {row: next(rest) for row in draws.tops}
+    drawn = dict(zip(draws.plain, read_draws(list(rest), ways), strict=True)) if ways else {}
+    return {
+        row: LogitsRow(logits_V, each, *changed.get(row, (drawn.get(row), tops.get(row))))
+        for (row, logits_V), each in zip(rows_V.items(), read_totals(rows), strict=True)
+    }
 
 
 def read_known(rows: Sequence[LogitsRow], tokens: Sequence[int], *, top: int, version: str) -> tuple[TokenOutput, ...]:

@@ -21,7 +21,7 @@ from superstep.model.unit import global_tensors
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
-from superstep.serve.compute.sampler import SamplingContext, draw, read_rows, read_totals, totals_of
+from superstep.serve.compute.sampler import NO_CONTEXT, Draw, draw, read_rows, read_totals, totals_of
 from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
 
@@ -105,7 +105,7 @@ def draw_fault() -> str:
     for how in SAMPLINGS:
         (rows,) = read_rows(totals_of(logits_RV))
         for position, (logits_V, totals) in enumerate(zip(logits_RV, read_totals(rows), strict=True)):
-            drawn = draw(logits_V, totals, how, SamplingContext((), ()), position)
+            drawn = draw(logits_V, totals, Draw(how, NO_CONTEXT, position))
             wanted = plain_draw(logits_V.tolist(), how, position)
             comparisons = (
                 ("token", drawn.token, wanted.token, 0.0),
