@@ -152,8 +152,8 @@ def write_bits_on_cpu(rank, world, run, folder):
         return write_bits(World(rank, world, Device("cpu")), run, batches(run), folder, stop=1)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_exact_mode_gives_the_cpus_digits(pool, tmp_path, name):
+def run_exactly(pool, folder, name):
+    """The run of a layout and its batches; the CPU's digits are in the folder, of one rank from its start."""
     layout = {"microbatch": 2, "head_dim": 16} | EXACT[name]
     run = resolve(config(exact=True, **layout))
     alone = {
@@ -161,9 +161,18 @@ def test_exact_mode_gives_the_cpus_digits(pool, tmp_path, name):
         for key in ("router", "lora", "documents", "compute", "microbatch", "head_dim", "tied")
         if key in layout
     }
-    pool.run(
-        1, write_bits_on_cpu, resolve(config(exact=True, layers=run.shape.layers, **alone)), tmp_path, timeout_s=60
-    )
-    relay = Relay(take=tmp_path / "checkpoint", leave=None, step=1)
-    found = pool.run(run.plan.mesh.world, prove_bits_on_gpus, run, batches(run), tmp_path, relay, timeout_s=60)
-    assert_sound(found)
+    one = resolve(config(exact=True, layers=run.shape.layers, **alone))
+    pool.run(1, write_bits_on_cpu, one, folder, timeout_s=60)
+    return run, batches(run)
+
+
+def relay_of(folder):
+    """From the checkpoint of that rank."""
+    return Relay(take=folder / "checkpoint", leave=None, step=1)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_mode_gives_the_cpus_digits(pool, tmp_path, name):
+    run, batches = run_exactly(pool, tmp_path, name)
+    relay, world = relay_of(tmp_path), run.plan.mesh.world
+    assert_sound(pool.run(world, prove_bits_on_gpus, run, batches, tmp_path, relay, timeout_s=60))

@@ -101,11 +101,11 @@ def prove_on_gpus(rank, world, run, batches, folder, specs=None, settings=None, 
     return verdict.first and verdict.first.describe(), observed
 
 
-def prove_bits_on_gpus(rank, world, run, batches, folder, relay):
+def prove_bits_on_gpus(rank, world, run, batches, folder, relay, settings=None):
     """The same of exact mode: the first number whose bits are not those of the CPU's one rank, from the start and from
     that one's checkpoint.
     """
-    with gpu_of(rank, world) as (device, report):
+    with gpu_of(rank, world, settings) as (device, report):
         verdict = prove_exact(World(rank, world, device), run, batches, folder, relay)
         observed = report()
     return [difference.describe() for difference in (verdict.first, verdict.first_resumed) if difference], observed
