@@ -8,7 +8,7 @@ them, or the process between them that stands for the launcher, is killed by SIG
 checkpoint that can be seen afterwards must be wholly of one step; then a fresh save must leave no litter. Copies of the
 state to memory are cut off in the same way, and at each of their points in turn (``faults_copied``). A flip is of one
 random bit of a random file, the manifest included; ``verify`` must see it. In a round of lost ranks one of the demo's
-is killed, stopped, or made to hang in C with Python's lock: after how long it was named, and trained again.
+is killed, stopped, or made to hang in C with the GIL: after how long it was named, and trained again.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class _Copies:
         self._snapshots.begin(Position(step=step), _ignored, is_for_disk=is_for_disk)
         for pending in [self._snapshots.copy(unit) for unit in self._units]:
             pending.wait()
-        self._snapshots.tell(_ignored)
+        self._snapshots.report_written(_ignored)
 
 
 def _ignored(_: FlushResult) -> None:

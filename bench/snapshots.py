@@ -170,7 +170,7 @@ class Sitting:
         self._written.clear()
         seconds, _ = self.train(is_copied=True, is_for_disk=True)
         while not self._written:
-            self._snapshots.tell(self._written.append)
+            self._snapshots.report_written(self._written.append)
             time.sleep(0.002)
         return seconds, time.perf_counter() - begin_s
 

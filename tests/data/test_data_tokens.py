@@ -129,8 +129,8 @@ def test_tokens_that_others_make_while_one_waits_are_not_overwritten(config, tmp
         yield
 
     folder = tmp_path / "shared"
-    turns = iter((theirs_first, module.turn))  # the first is ours, the second theirs
-    monkeypatch.setattr(module, "turn", lambda *args: next(turns)(*args))
+    turns = iter((theirs_first, module.take_turn))  # the first is ours, the second theirs
+    monkeypatch.setattr(module, "take_turn", lambda *args: next(turns)(*args))
     with pytest.raises(DataError, match="holds the tokens of other settings"):
         prepare(config, 280, folder, is_shared=True)
     assert open_corpus(folder).manifest.vocab == 300
@@ -199,7 +199,7 @@ def test_a_full_disk_is_a_fault_that_names_path_and_bytes(config, tmp_path):
         prepare(config, 300, folder)
     assert re.fullmatch(
         rf"{folder} cannot be written: No space left on device; make room on its disk\. "
-        r"Or set data\.cache to a folder on a larger disk: tokens take about \d+ bytes, \d+ are free here\.",
+        r"Or set data\.cache to a folder on a larger disk: the tokens take about \d+ bytes, and \d+ are free here\.",
         str(caught.value),
     )
     stated = int(str(caught.value).partition("about ")[2].split()[0])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import runs
-from superstep.data.preparation.prepare_lock import LOCK, turn
+from superstep.data.preparation.prepare_lock import LOCK, take_turn
 from superstep.data.token_files import open_corpus
 
 PREPARE = """
@@ -75,7 +75,7 @@ def test_one_at_a_time_however_many_come(tmp_path):
 
     def take():
         for _ in range(20):
-            with turn(tmp_path / "new"):
+            with take_turn(tmp_path / "new"):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
@@ -91,14 +91,14 @@ def test_one_at_a_time_however_many_come(tmp_path):
 
 def test_a_folder_in_which_nothing_was_made_is_removed_again(tmp_path):
     (tmp_path / "mine").mkdir()
-    with turn(tmp_path / "mine" / "deep" / "er"):
+    with take_turn(tmp_path / "mine" / "deep" / "er"):
         assert (tmp_path / "mine" / "deep" / "er" / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert not list((tmp_path / "mine").iterdir())
-    with turn(tmp_path / "mine"):
+    with take_turn(tmp_path / "mine"):
         pass
     assert (tmp_path / "mine").is_dir()
 
 
 def test_a_folder_that_cannot_be_made_is_left_to_who_writes_there():
-    with turn(Path("/proc/nowhere")):
+    with take_turn(Path("/proc/nowhere")):
         assert not os.path.exists("/proc/nowhere")

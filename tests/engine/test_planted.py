@@ -120,7 +120,7 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         def found(begun_s=None, kind=None):
             """The first cause, within the time that there is; of a busy machine steps may have taken long before.
 
-            With a ``kind`` its first is waited for: that Python's lock is kept shows from one look to the next alone.
+            With a ``kind`` its first is waited for: that the GIL is held shows only from one look to the next.
             """
             while True:
                 run, verdict = look(live())
@@ -151,7 +151,7 @@ def test_each_fault_is_named_with_its_rank_and_place_and_nothing_is_said_of_heal
         patient.heal()
         go_on(1)
 
-        # Code in C that keeps Python's lock.
+        # Code in C that holds the GIL.
         one = found(patient.plant("held"), "held")
         assert (one.kind, one.rank) == ("held", planted.RANK)
         assert one.at.startswith(f"forward u{planted.HELD_UNIT} ")

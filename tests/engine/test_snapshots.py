@@ -139,5 +139,5 @@ def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
     assert second.restore(6).step == 6
     told = []
     second.begin(Position(step=7), told.append, is_for_disk=False)
-    second.tell(told.append)
+    second.report_written(told.append)
     assert told == [FlushResult(step=5, bytes=48, seconds=2.0, is_on_disk=True, problems="")], "once"

@@ -177,7 +177,7 @@ def test_the_verb_grades_programs_in_the_sandbox_and_leaves_nothing():
     leaves = f"import os\nif os.fork() == 0:\n    os.execv('/bin/sleep', ['{mark}', '600'])\n{right}"
     reads = f"import os\ndef rotate(items, by):\n    return os.listdir('{TASKS.parent}')"
     with verb(str(GOOD), "--grade.workers", "2") as (process, told, url):
-        assert "2 at a time; programs run in bubblewrap, their memory bounded by " in told
+        assert "2 at a time; programs run in bubblewrap, their memory is bounded by " in told
         items = [{"index": 2, "answer": source} for source in (right, leaves, reads, "")]
         verdicts = asked(f"{url}/grade/batch", {"items": items})["verdicts"]
         assert [each["verdict"] for each in verdicts] == ["ok", "ok", "wrong", "wrong"]

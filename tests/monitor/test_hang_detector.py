@@ -71,7 +71,7 @@ def test_who_keeps_pythons_lock_is_named_within_three_seconds_and_not_who_waits_
     found, after_s = world.until()
     assert (found.process, found.beat.step, found.beat.instruction, found.others) == (1, 5, "forward u1 m0", ())
     assert after_s < 2.5
-    assert "Python's lock" in found.why
+    assert "the GIL" in found.why
 
 
 def test_a_ticker_that_gets_no_processor_says_nothing_of_the_lock():

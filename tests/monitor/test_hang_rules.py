@@ -9,7 +9,7 @@ import pytest
 from superstep.monitor import hang_rules as rules
 from superstep.monitor.activity import Activity
 from superstep.monitor.gpu_progress import GpuProgress
-from superstep.monitor.hang_rules import StalledRank, kept_s, who_hangs
+from superstep.monitor.hang_rules import StalledRank, gil_held_s, who_hangs
 from superstep.monitor.status_page import Heartbeat
 
 HOST = Heartbeat(
@@ -76,8 +76,8 @@ def test_a_host_that_sleeps_or_computes_ahead_of_its_gpu_is_no_sign():
 def test_what_is_said_is_of_the_gpu_and_not_of_its_host():
     found = who_hangs({7: rank(), 8: rank(WAITS, 6)})
     assert (found.beat.step, found.beat.index, found.beat.instruction) == (5, 3, "forward u1 m0")
-    assert "no host and no GPU has gone on for 10000 s" in found.why
-    assert "its GPU has 10 more to do than this" in found.why
+    assert "no host and no GPU has made progress for 10000 s" in found.why
+    assert "10 more instructions wait in its GPU's queue" in found.why
 
 
 def test_where_ranks_of_other_hosts_are_not_known_only_a_lock_that_is_kept_is_a_sign():
@@ -103,7 +103,7 @@ def test_a_predicted_step_makes_the_first_time_longer():
     ],
 )
 def test_a_lock_is_kept_only_while_its_process_has_a_processor_or_wants_none(cpu_s, is_ready, expected_s):
-    assert kept_s(0.25, cpu_s, is_ready=is_ready) == expected_s
+    assert gil_held_s(0.25, cpu_s, is_ready=is_ready) == expected_s
 
 
 ON_CPU = StalledRank(HOST, unmoved_s=30.0)

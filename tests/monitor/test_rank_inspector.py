@@ -1,4 +1,4 @@
-"""What is seen of a rank from outside: code that keeps Python's lock, and code that is short of a processor."""
+"""What is seen of a rank from outside: code that holds the GIL, and code that is short of a processor."""
 
 import os
 

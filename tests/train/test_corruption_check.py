@@ -16,7 +16,16 @@ from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.fixed_point import Grid
 from superstep.plan.resolution.resolve import resolve
-from superstep.state.fingerprint import BLOCK, Element, TensorPart, bit_sums, differing, farthest, outvote, salts
+from superstep.state.fingerprint import (
+    BLOCK,
+    Element,
+    TensorPart,
+    bit_sums,
+    differing_indices,
+    farthest,
+    outvote,
+    salts,
+)
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import TensorPiece
@@ -59,7 +68,7 @@ def test_most_copies_are_right_and_of_two_the_nearer():
     assert farthest(pair, [1.25]) == ()
     nothing = int(torch.tensor(float("nan")).view(torch.int32))
     assert farthest([Element(part, 0, {0: nothing, 3: other})], [9.0]) == (0,)
-    assert differing({0: [1, 2, 3], 1: [1, 5, 3]}) == [1]
+    assert differing_indices({0: [1, 2, 3], 1: [1, 5, 3]}) == [1]
     assert BLOCK > 1
 
 

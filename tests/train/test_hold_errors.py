@@ -27,4 +27,4 @@ def test_a_folder_that_cannot_be_made_names_the_mend(number, error, mend, tmp_pa
     monkeypatch.setattr(holding.os, "open", refuse)
     with pytest.raises(error) as found, holding.hold(RunFolder(root=tmp_path / "run")):
         pass
-    assert str(found.value) == f"state.dir = '{tmp_path}/run' cannot be made: {os.strerror(number)}; {mend}"
+    assert str(found.value) == f"state.dir = '{tmp_path}/run' cannot be created: {os.strerror(number)}; {mend}"

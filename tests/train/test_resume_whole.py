@@ -19,7 +19,7 @@ from superstep.state import verify as verifying
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train import save_schedule
 from superstep.train.run_folder import run_lock as holding
-from superstep.train.run_folder.run_lock import hold, sharing
+from superstep.train.run_folder.run_lock import hold, hold_shared
 from superstep.train.run_folder.run_paths import RunFolder
 
 FLAGS = ["run.toml", "--state.save-every", "2", "--state.keep", "3", "--train.min-lr-ratio", "1"]
@@ -164,7 +164,7 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path):
     is_over, held = threading.Event(), threading.Event()
 
     def rank():
-        with sharing(folder):
+        with hold_shared(folder):
             held.set()
             is_over.wait(30)
 
@@ -173,7 +173,7 @@ def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path):
     assert held.wait(30)
     with (
         mock.patch.object(holding, "LEAVING_S", 0.1),
-        pytest.raises(StateError, match="in use by ranks that remain of process 7 on h, since then"),
+        pytest.raises(StateError, match="in use by remaining ranks of process 7 on h, since then"),
         hold(folder),
     ):
         pass

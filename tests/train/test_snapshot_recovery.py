@@ -33,7 +33,7 @@ HURTS = [("killed", "rank 1", 3), ("stopped", "rank 0", 8), ("hung", "rank 1", 1
 SAID = {
     "killed": "the process was killed by SIGKILL",
     "stopped": r"its process \d+ was stopped \(SIGSTOP",
-    "hung": r"its process \d+ hangs: it has kept Python's lock for",
+    "hung": r"its process \d+ hangs: it has held the GIL for",
 }
 
 

@@ -19,7 +19,7 @@ HANGS_S = 1_000
 
 
 def _hanging(world: World, job: RlJob) -> bool:
-    """Rank 1 keeps Python's lock in C for good when it should train for the second time."""
+    """Rank 1 holds the GIL in C for good when it should train for the second time."""
     if world.rank == 1:
         step = PolicyTrainer.step
 
@@ -39,9 +39,7 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     job = reinforced.job(tmp_path / "run", reinforced.start(start), dp=2)
     job.folder.root.mkdir(exist_ok=True)
     began_s = time.monotonic()
-    with pytest.raises(
-        RankLost, match=r"rank 1, host \S+, step 1.*its process \d+ hangs: it has kept Python's lock"
-    ) as lost:
+    with pytest.raises(RankLost, match=r"rank 1, host \S+, step 1.*its process \d+ hangs: it has held the GIL") as lost:
         launch_on("cpu", 2, _hanging, job)
     assert lost.value.rank == 1
     assert time.monotonic() - began_s < 60, "not at the timeout of a collective"

@@ -1,7 +1,7 @@
-"""Passages: long texts cut where the tokens of the parts equal those of the whole.
+"""Passages: long documents, cut so that the passages have the same tokens as the whole document.
 
-A text may be a file of one line, so it is never in memory as a whole: it comes in parts of any size, and the cuts
-depend on its characters alone, not on the parts.
+A document may be a large file of one line, so it is never in memory as a whole: it is read in parts of any size. The
+cuts depend on its characters alone, not on these parts.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 PASSAGE_CHARS = 1 << 16
-"""Minimum length of a passage, except for a document's last: enough to divide the work."""
+"""Minimum length of a passage; the last one of a document may be shorter."""
 
 SLACK_CHARS = 1 << 18
-"""Distance beyond that in which a cut is searched."""
+"""A cut is searched in this many characters after the minimum length."""
 
-# The patterns that cut text into words for byte-level BPE (GPT-2's, Llama 3's, Qwen's) all end a word at such a place,
-# whether the text goes on or not. In the order of preference: a line that starts without blanks; a single blank between
-# two words; in text without blanks, a digit or a mark after a letter.
+# Byte-level BPE first cuts text into words by a pattern. The patterns of GPT-2, Llama 3 and Qwen all end a word at
+# these places, whatever text follows. In the order of preference: before a line that starts without blanks; before a
+# single blank between two words; in text without blanks, between a letter and a digit or a mark.
 _WORD_ENDS = (
     re.compile(r"(?<=\S\n)(?=[^\s/])"),
     re.compile(r"(?<=\S)(?= \S)"),
@@ -29,7 +29,7 @@ _WORD_ENDS = (
 )
 
 LONG_RUN = 1024
-"""Characters without a blank, or blanks alone, beyond normal language: data, or text written without blanks."""
+"""So many characters without a blank, or blanks alone, are not normal language: data, or a script without blanks."""
 
 _LONG_RUN = re.compile(rf"\S{{{LONG_RUN},}}|\s{{{LONG_RUN},}}")
 _RUN_PART, _RUN_STRIDE = 64, 256
@@ -40,7 +40,7 @@ class DocumentPart:
     """A part of a document.
 
     Attributes:
-        is_last: whether the document ends with it.
+        is_last: whether the document ends with this part.
     """
 
     text: str
@@ -48,11 +48,11 @@ class DocumentPart:
 
 
 def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS) -> Iterator[DocumentPart]:
-    """The documents in passages of ``chars`` to ``chars + slack`` characters; a document's last may be shorter.
+    """The documents in passages of ``chars`` to ``chars + slack`` characters; a document's last one may be shorter.
 
-    Under byte-level BPE the passages have the ids of the whole, unless no word ends for ``slack`` characters: there the
-    cut goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2) adds one at the start of
-    each passage.
+    Under byte-level BPE the passages have the token ids of the whole document. The exception: where no word ends within
+    ``slack`` characters, the cut goes through a word. A tokenizer that adds a blank at the start of a text (Llama 2)
+    adds one at the start of each passage.
     """
     text = ""
     for part in parts:
@@ -69,15 +69,16 @@ def passages(parts: Iterable[DocumentPart], chars: int, slack: int = SLACK_CHARS
 
 
 def _cut(text: str, first: int, last: int) -> int:
-    """A cut between two places, of which at least the second lies within the text."""
+    """The best index to cut at, from ``first`` to ``last``; ``last`` if no word ends there."""
     matches = (pattern.search(text, first, last + 1) for pattern in _WORD_ENDS)
     return next((match.start() for match in matches if match), last)
 
 
 def spread_sample(texts: Iterable[str], chars: int) -> list[str]:
-    """Every k-th of the texts, for the smallest power of two k that keeps to ``chars`` characters.
+    """Every k-th text, where k is the smallest power of two that gives at most ``chars`` characters.
 
-    One pass, with never more than ``chars`` and a text in memory: when full, every second one is dropped.
+    It takes one pass. Whenever the sample is larger than ``chars``, every second text is dropped, so memory never holds
+    more than ``chars`` characters and one text.
     """
     kept: list[str] = []
     kept_chars, stride = 0, 1
@@ -93,10 +94,10 @@ def spread_sample(texts: Iterable[str], chars: int) -> list[str]:
 
 
 def short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts for training a tokenizer; of long runs a quarter, in short parts.
+    """The texts to train a tokenizer on. A run of ``LONG_RUN`` characters gives a quarter of them, in short parts.
 
-    Learning merges reads a whole word again for each of its merged pairs: a word of a megabyte takes hours. And words
-    that all differ take a hundred bytes of memory for each of their characters.
+    The training reads a word again for each pair that it merges there, so a word of a megabyte takes hours. Words that
+    all differ take a hundred bytes of memory for each of their characters.
     """
     for text in texts:
         start = 0

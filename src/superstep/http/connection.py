@@ -14,7 +14,7 @@ from typing import ClassVar
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from superstep.http.guard import HEAD_BYTES, too_large_a_head
+from superstep.http.guard import HEAD_BYTES, head_too_large
 from superstep.http.request_error import RequestError
 
 FLUSH_S = 1.0
@@ -71,7 +71,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_in_body:
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_BYTES:
-                self._refuse(too_large_a_head())
+                self._refuse(head_too_large())
 
     def on_message_begin(self) -> None:
         self._is_in_body = False

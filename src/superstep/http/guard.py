@@ -1,9 +1,9 @@
 """Checks of a request before any handler, for every server.
 
-Host           a name of this server: a foreign page under a name that resolves to this machine (DNS rebinding)
-               has another
-Content-Type   the one that the server reads: a browser asks before it sends that from another origin
-size           of path and headers
+Host           must be a name of this server. A page of another site whose name resolves to this machine (DNS rebinding)
+               sends that site's name.
+Content-Type   must be one that the server reads. A browser sends it from another origin only after a preflight request.
+size           of path and headers: at most ``HEAD_BYTES``.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Entrance:
 
         Args:
             refuse: makes an error response.
-            limits: of a body that is read before it is refused.
-            media: content types that are read.
+            limits: limits of a body that is read before its request is refused.
+            media: content types that the server reads.
             open_paths: paths that are answered also while the server drains.
         """
         return [
@@ -92,7 +92,7 @@ class Guard:
             return
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in self._media:
-            await read_body(request, self._limits)  # a connection that is closed over what was sent loses the answer
+            await read_body(request, self._limits)  # closing with unread bytes would lose the response
             raise RequestError(
                 f"content-type is {show(kind)}; send {' or '.join(self._media)}.", status=415, param="content-type"
             )
@@ -101,10 +101,10 @@ class Guard:
 def _check_size(scope: Scope) -> None:
     size = len(scope["raw_path"]) + len(scope["query_string"]) + sum(len(k) + len(v) for k, v in scope["headers"])
     if size > HEAD_BYTES:
-        raise too_large_a_head()
+        raise head_too_large()
 
 
-def too_large_a_head() -> RequestError:
+def head_too_large() -> RequestError:
     """The error for more than ``HEAD_BYTES`` before a body."""
     return RequestError(
         f"path and headers are over the limit of {HEAD_BYTES} bytes; send less.",

@@ -1,6 +1,6 @@
 """Stack dumps: the Python stacks of a rank's threads, requested from outside by a signal.
 
-The handler is C (``faulthandler``): it works while the rank waits in a call, sleeps, or C code holds Python's lock. It
+The handler is C (``faulthandler``): it works while the rank waits in a call, sleeps, or C code holds the GIL. It
 writes into a memory file of the rank.
 """
 

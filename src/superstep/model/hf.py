@@ -96,7 +96,7 @@ def open_weights(path: Path) -> Weights:
 
 
 def require_regular(file: Path) -> None:
-    """Refuse files that may block forever: opening a FIFO waits for a writer, in safetensors with Python's lock held.
+    """Refuse files that may block forever: opening a FIFO waits for a writer, in safetensors with the GIL held.
 
     Raises:
         StateError: it is no regular file.
@@ -107,7 +107,7 @@ def require_regular(file: Path) -> None:
 
 
 def read_header(file: Path) -> None:
-    """Read the header first, without Python's lock: if the read blocks, other threads continue."""
+    """Read the header first, without the GIL: if the read blocks, other threads continue."""
     with file.open("rb", buffering=0) as stream:
         size_bytes = int.from_bytes(stream.read(8), "little")
         stream.read(min(size_bytes, HEADER_BYTES))

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from superstep.monitor.hang_rules import HungRank, StalledRank, kept_s, who_hangs
+from superstep.monitor.hang_rules import HungRank, StalledRank, gil_held_s, who_hangs
 from superstep.monitor.procfs import stat_in, status_in
 from superstep.monitor.status_page import Heartbeat
 from superstep.monitor.stopped_process import LOOK_S
 
 WAKES_PER_S = 50.0
-"""How often a thread that waits for Python's lock wakes up, at least; it retries every 5 ms."""
+"""A thread that waits for the GIL wakes up at least this often; it retries every 5 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class HangDetector:
         is_denied, ticks = woken >= WAKES_PER_S * since_s, beat.ticks != before.beat.ticks
         whole = None if ticks else self._processes(process, beat.ticker)
         had_s = 0.0 if whole is None or look.process is None else whole.cpu_s - look.process.cpu_s
-        kept = kept_s(passed_s, had_s, is_ready=whole is None or whole.is_ready) if is_denied else 0.0
+        kept = gil_held_s(passed_s, had_s, is_ready=whole is None or whole.is_ready) if is_denied else 0.0
         standing = StalledRank(
             beat,
             unmoved_s=before.unmoved_s + passed_s,

@@ -1,26 +1,26 @@
-"""The rules that find the rank that hangs, from the ranks' states: a function without clocks.
+"""The rules that find the rank that hangs, from the ranks' states: functions without clocks.
 
-A rank that waits for another works correctly, and a slow one makes progress in the end. On a CPU, where a rank's place
-is its host's place, these signs decide:
+A rank that waits for another rank works correctly, and a slow rank makes progress in the end. A rank may hang only once
+no rank of its world has made progress for ``STANDS_S``: then every rank that can go on has done so. On a CPU, the rank
+that hangs then has one of these signs:
 
-    no progress            of any rank of its world for STANDS_S: all that can go on has done so
-    held                   its ticker wakes hundreds of times a second and does not get Python's lock: C code holds it.
-                           Where threads of the process are ready to run, the holder may lack a processor: then only
-                           the processor time of the process counts (``kept_s``)
-    still                  Python runs, but the main thread sleeps and does not wait for a rank; all others wait for
-                           one, or sleep as well: what they do may be part of what it computes
-    busy                   it computes without end: its processor time counts
+    held     Its ticker thread wakes up hundreds of times a second and does not get the GIL: C code holds it. If a
+             thread of the process is ready to run, the holder may lack a processor: then only the processor time of
+             the process counts (``gil_held_s``).
+    still    Python runs, but the main thread sleeps, and not in a wait for a rank. All other ranks wait for a rank, or
+             sleep as well: a rank that computes may be about to wake this one.
+    busy     It computes without end: its processor time counts.
 
-Each sign has a limit: a floor, or a multiple of what the same instruction took before in this process, or of the
-predicted step if it has not run before.
+Each sign has a limit in seconds: the larger of a floor and a multiple of an expected time. That is the longest time of
+the same instruction before in this process; for its first run, the predicted time of a step.
 
 On a GPU processor time says nothing: a host sleeps while kernels are compiled, while autograd's thread launches, and
-while the GPU's queue is full. There a rank's place is its GPU's progress (``monitor.gpu_progress``), and the time
-counts in which no GPU and no host of the world made progress:
+while the GPU's queue is full. There the GPU's progress decides (``monitor.gpu_progress``), once no GPU and no host of
+the world has made progress for the limit:
 
-    a rank outside programs    no rank hangs: a batch or a checkpoint may take long, and the others wait for it
-    a rank that works          the one farthest behind; where several are there, one of them
-    all wait                   no rank is known to hang: a collective among them does not complete
+    a rank is outside programs     No rank hangs: a batch or a checkpoint may take long, and the others wait for it.
+    ranks work                     The one farthest behind hangs; if several are equally far, one of them.
+    all ranks wait                 No rank is known to hang: a collective does not complete.
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from superstep.monitor.activity import Activity
 from superstep.monitor.status_page import Heartbeat
 
 STANDS_S = 1.0
-"""Seconds without progress of any rank before one may hang."""
+"""Seconds without progress of any rank, before a rank may hang."""
 
 HELD_S = 1.25
-"""The lock held within an instruction that ran before: reported within three seconds, with two looks."""
+"""Seconds for which the GIL is held in an instruction that ran before: two looks report it within three seconds."""
 
 HELD_ELSEWHERE_S = 2.0
-"""The lock held elsewhere, or in an instruction's first run."""
+"""The same elsewhere, or in the first run of an instruction."""
 
 HELD_MOST_S = 10.0
-"""The limit, whatever pauses there were before."""
+"""The highest limit, however long the pauses were before."""
 
 PAUSES = 3.0
-"""How many times longer than the longest pause of the last minutes a pause may be."""
+"""A pause may be this many times as long as the longest one of the last minutes."""
 
 STILL_S, STILL_TIMES = 4.0, 10.0
 BUSY_S, BUSY_TIMES = 20.0, 20.0
 IDLE_TIMES = 10.0
-"""How much longer than a busy rank one may take that neither sleeps nor computes: it waits for a processor."""
+"""A rank that neither sleeps nor computes waits for a processor: its limit is this many times that of a busy rank."""
 
 FIRST_S, FIRST_TIMES = 60.0, 20.0
-"""Floors, and multiples of the instruction's time before; for a first run, of the whole step."""
+"""For the first run of an instruction: the floor, and the multiple of the predicted step."""
 
 GPU_S, GPU_TIMES = 60.0, 20.0
-"""The same on a GPU: a known instruction may compile a kernel for a new shape."""
+"""On a GPU: the floor and the multiple; a known instruction may compile a kernel for a new shape."""
 
 GPU_FIRST_S = 300.0
-"""For an instruction's first run, which compiles all of its kernels."""
+"""On a GPU, the floor for an instruction's first run, which compiles all of its kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class StalledRank:
-    """A rank, and how long it has stood.
+    """A rank, and how long it has made no progress.
 
     Attributes:
-        beat: from its page.
-        unmoved_s: since the last progress of its host or GPU.
-        held_s: how long its ticker could not get Python's lock, counted by ``kept_s``.
-        quiet_s: how long its main thread was on no processor.
-        cpu_s: its main thread's processor time since its last progress.
+        beat: the heartbeat from its status page.
+        unmoved_s: seconds since the last progress of its host or GPU.
+        held_s: seconds for which its ticker did not get the GIL, counted by ``gil_held_s``.
+        quiet_s: seconds for which its main thread ran on no processor.
+        cpu_s: processor time of its main thread since the last progress.
     """
 
     beat: Heartbeat
@@ -85,9 +85,9 @@ class HungRank:
     """A rank that hangs.
 
     Attributes:
-        process: its id.
-        beat: where it hangs.
-        why: in words.
+        process: process id.
+        beat: its heartbeat, which names the instruction.
+        why: the reason, as text for the user.
         others: processes that may hang instead.
     """
 
@@ -97,14 +97,14 @@ class HungRank:
     others: tuple[int, ...] = ()
 
 
-def kept_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
-    """How long Python's lock counts as held, between two looks at a process whose ticker waits for it.
+def gil_held_s(passed_s: float, cpu_s: float, *, is_ready: bool) -> float:
+    """The seconds for which the GIL counts as held, between two looks at a process with a ticker that waits for it.
 
     Args:
         passed_s: time between the looks.
-        cpu_s: processor time of all threads of the process in it.
-        is_ready: whether a thread besides the ticker runs or is ready: it may hold the lock. Where all sleep, so does
-        the holder, which then does not lack a processor.
+        cpu_s: processor time of all threads of the process in that time.
+        is_ready: whether a thread besides the ticker runs or is ready to run. It may hold the GIL and lack a processor;
+            if all threads sleep, the holder sleeps too, and lacks none.
     """
     return min(passed_s, cpu_s) if is_ready else passed_s
 
@@ -136,9 +136,9 @@ def _name_hung(ranks: Mapping[int, StalledRank], hung: list[int], why: str) -> H
     first, *others = sorted(hung, key=lambda process: _at(ranks[process]))
     rank = ranks[first]
     words = {
-        "held": f"it has kept Python's lock for {rank.held_s:.1f} s and more, in code that is not Python",
-        "still": f"it has slept for {rank.quiet_s:.1f} s and more, and waits for no rank that is known",
-        "busy": f"it has been at this for {rank.unmoved_s:.1f} s, and {rank.beat.longest_s:.2f} s at most before",
+        "held": f"it has held the GIL for {rank.held_s:.1f} s or longer, in code that is not Python",
+        "still": f"it has slept for {rank.quiet_s:.1f} s or longer, and waits for no known rank",
+        "busy": f"it has computed for {rank.unmoved_s:.1f} s; the longest time before was {rank.beat.longest_s:.2f} s",
     }
     alike = [process for process in others if why != "held" and _at(ranks[process]) == _at(rank)]
     return HungRank(first, rank.beat, words[why], tuple(alike))
@@ -176,21 +176,21 @@ def _on_gpus(ranks: Mapping[int, StalledRank], *, is_whole: bool) -> HungRank | 
     held = {process: place for process, place in places.items() if ranks[process].held_s >= STANDS_S}
     works = {process: place for process, place in places.items() if place.doing is Activity.WORKS}
     if not held and (not is_whole or any(place.doing is Activity.OTHER for place in places.values())):
-        return None  # the others may wait for that one, or for one that is not seen, within what they work on
+        return None  # the ranks that work may in fact wait for that one, or for one on another host
     suspects = held or works
     if not suspects or stands_s < max(_limit_s(p, GPU_S, GPU_TIMES, GPU_FIRST_S) for p in suspects.values()):
         return None
     first, *others = sorted(suspects, key=lambda process: (suspects[process].step, suspects[process].index))
     place = suspects[first]
     alike = [p for p in others if (suspects[p].step, suspects[p].index) == (place.step, place.index)]
-    why = f"no host and no GPU has gone on for {stands_s:.0f} s, and it waits for no rank that is known"
+    why = f"no host and no GPU has made progress for {stands_s:.0f} s, and it waits for no known rank"
     if held:
-        why += "; it keeps Python's lock, in code that is not Python"
+        why += "; it holds the GIL, in code that is not Python"
     elif (gpu := place.gpu) is not None and gpu.passed < gpu.issued:
-        why += f"; its GPU has {gpu.issued - gpu.passed} more to do than this"
+        why += f"; {gpu.issued - gpu.passed} more instructions wait in its GPU's queue"
     return HungRank(first, place, why, tuple(alike))
 
 
 def _place(rank: StalledRank) -> Heartbeat:
-    """A rank's place: its GPU's, except where Python's lock is held, so that the GPU's is unknown."""
+    """The heartbeat with the GPU's place in the program; while the GIL is held, that is unknown: with the host's."""
     return rank.beat if rank.held_s >= STANDS_S else rank.beat.on_gpu()

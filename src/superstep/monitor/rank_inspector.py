@@ -21,7 +21,7 @@ from pathlib import Path
 from superstep.monitor.activity import Activity
 from superstep.monitor.flight_recorder import BYTES, RecordedLines, notes_in
 from superstep.monitor.hang_detector import WAKES_PER_S, Process, Thread, process_of, thread
-from superstep.monitor.hang_rules import kept_s
+from superstep.monitor.hang_rules import gil_held_s
 from superstep.monitor.memory_history import sizes_in
 from superstep.monitor.procfs import stat_in, status_in
 from superstep.monitor.status_page import NAME, Heartbeat, read_beat
@@ -34,7 +34,7 @@ MOVES_S, MOVES_TIMES = 0.5, 3.0
 """A rank makes progress if its last one is at most this old, or this many times its instruction's earlier time."""
 
 HELD_S = 0.75
-"""How long a waking ticker must have lacked Python's lock, counted by ``kept_s``."""
+"""Seconds for which a ticker that wakes up must lack the GIL, counted by ``gil_held_s``."""
 
 _DOES: Mapping[Activity, Does] = {Activity.OTHER: "apart", Activity.WAITS: "waits", Activity.WORKS: "works"}
 
@@ -173,7 +173,7 @@ class RankInspector:
             longest_s=beat.longest_s,
             has_moved=beat.moves != begin.beat.moves and since_s < max(MOVES_S, MOVES_TIMES * beat.longest_s),
             looked_s=looked_s,
-            is_held=beat.ticks == first.beat.ticks and _kept_s(first, now) >= HELD_S,
+            is_held=beat.ticks == first.beat.ticks and _held_s(first, now) >= HELD_S,
             is_on_gpu=beat.gpu is not None,
             is_asleep=slept and main is not None and main.state in "SD" and looked_s > 0,
             cpu_s=cpu_s,
@@ -185,14 +185,14 @@ class RankInspector:
         )
 
 
-def _kept_s(first: _First, now: _First) -> float:
-    """How long Python's lock was held from a ticker that did not tick; 0.0 where the ticker did not wake."""
+def _held_s(first: _First, now: _First) -> float:
+    """How long a ticker that did not tick lacked the GIL; 0.0 if the ticker did not wake up."""
     looked_s, before, after = now.at_s - first.at_s, first.process, now.process
     woken = 0 if now.ticker is None or first.ticker is None else now.ticker.switches - first.ticker.switches
     if woken < WAKES_PER_S * looked_s:
         return 0.0
     had_s = 0.0 if before is None or after is None else after.cpu_s - before.cpu_s
-    return kept_s(looked_s, had_s, is_ready=after is None or after.is_ready)
+    return gil_held_s(looked_s, had_s, is_ready=after is None or after.is_ready)
 
 
 def with_notes(rank: RankObservation, view: mmap.mmap) -> RankObservation:

@@ -25,7 +25,7 @@ from superstep.train.loop import train
 from superstep.train.resume import resume
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.report_status import StatusSink
-from superstep.train.run_folder.run_lock import sharing
+from superstep.train.run_folder.run_lock import hold_shared
 from superstep.train.run_folder.run_paths import write_whole
 from superstep.train.throughput import PeakRate
 
@@ -44,7 +44,7 @@ def rank(world: World, job: TrainJob, console: Console) -> bool:
         Fault: an error of torch, such as memory, a connection, or a kernel.
     """
     try:
-        with listening(world.stop), sharing(job.folder):
+        with listening(world.stop), hold_shared(job.folder):
             return _train(world, job, console)
     except RuntimeError as error:
         raise Fault(str(error).partition("\n")[0], rank=world.rank) from error

@@ -1,8 +1,8 @@
-"""Fingerprints: sums of bits as integers, the same on any layout, that one flipped bit changes.
+"""Fingerprints: integer sums of a state's bits. They are the same on every layout, and one flipped bit changes them.
 
 A value's 32 bits are read as an integer. A sum of integers does not depend on the order, so the sum over a tensor does
-not depend on its distribution. A flipped bit changes the sum by a power of two, which 64 bits cannot lose. It does not
-detect two errors that cancel, and swapped elements.
+not depend on its layout. A flipped bit changes the sum by a power of two, which 64 bits cannot lose. Two errors that
+cancel, and swapped elements, are not detected.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from superstep.kernels.checksum import word_sum
 from superstep.state.tensor_piece import Kind, TensorPiece
 
 BLOCK = 1024
-"""Elements that are summed separately, to locate differences."""
+"""Each block of so many elements is also summed by itself, to locate differences."""
 
 MOST_ELEMENTS = 256
-"""Most elements that are compared one by one."""
+"""At most so many elements are compared one by one."""
 
 _WORD = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TensorPart:
-    """The elements of a global tensor in a piece: ranks with equal parts hold copies."""
+    """The part of a global tensor that a piece holds. Ranks with equal parts hold copies of it."""
 
     kind: Kind
     name: str
@@ -41,7 +41,7 @@ class TensorPart:
 
 
 def part_of(piece: TensorPiece) -> TensorPart:
-    """The part that a piece is a copy of."""
+    """The part of the global tensor that a piece holds."""
     block = tuple(cut.indices(size)[:2] for cut, size in zip(piece.index, piece.shape, strict=True))
     return TensorPart(piece.kind, piece.name, block, piece.low, piece.values.numel())
 
@@ -75,12 +75,13 @@ class Element:
     """An element in which ranks differ.
 
     Attributes:
-        part: that contains it, as the ``at``-th.
-        bits: by rank.
+        part: the part that contains it.
+        index: its index in the part.
+        bits: its bits on each rank.
     """
 
     part: TensorPart
-    at: int
+    index: int
     bits: Mapping[int, int]
 
     def describe(self) -> str:
@@ -93,9 +94,9 @@ def block_sums(values: Tensor) -> list[int]:
     return [int(block.view(torch.int32).sum(dtype=torch.int64)) for block in values.detach().split(BLOCK)]
 
 
-def differing(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
+def differing_indices(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
     """The indices at which ranks differ."""
-    return [at for at, each in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(each)) > 1]
+    return [index for index, sums in enumerate(zip(*of_ranks.values(), strict=True)) if len(set(sums)) > 1]
 
 
 def bits_of(values: Tensor, block: int) -> list[int]:
@@ -105,7 +106,7 @@ def bits_of(values: Tensor, block: int) -> list[int]:
 
 
 def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
-    """The ranks that differ from the majority; None where they are not a minority everywhere."""
+    """The ranks that differ from the majority; None if an element has no majority."""
     wrong: set[int] = set()
     for element in elements:
         (most, votes), *_ = Counter(element.bits.values()).most_common()
@@ -116,13 +117,14 @@ def outvote(elements: Sequence[Element]) -> tuple[int, ...] | None:
 
 
 def farthest(elements: Sequence[Element], truth: Sequence[float]) -> tuple[int, ...]:
-    """The ranks with elements farther from a second computation than another's; empty if all are equally far. A wrong
-    number has entered the sums of all ranks meanwhile, so that the right ones may be a little off too.
+    """The ranks with an element that is farther from a second computation than the same element of another rank; empty
+    if all are equally far. A wrong value has entered sums of all ranks by then, so correct ranks may be a little off
+    too.
     """
     wrong: set[int] = set()
     for element, right in zip(elements, truth, strict=True):
         off = {rank: _distance(bits, right) for rank, bits in element.bits.items()}
-        wrong |= {rank for rank, each in off.items() if each > min(off.values())}
+        wrong |= {rank for rank, distance in off.items() if distance > min(off.values())}
     return tuple(sorted(wrong))
 
 

@@ -1,4 +1,4 @@
-"""The device's library, compiled for the installed torch, once for each version of it."""
+"""Compiles the library of the strict device, once for each version of torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def torch_folder() -> Path:
 
 
 def build_library() -> Path:
-    """The compiled library: about 25 s of a processor if it must be compiled.
+    """The path of the compiled library. Compiling it takes about 25 s of one processor.
 
     Raises:
         ConfigError: there is no compiler, or torch is a build for GPUs.
     """
     torch = torch_folder()
     if (torch / "lib" / "libtorch_cuda.so").exists():
-        raise ConfigError("the strict device takes the name of CUDA, which this torch has; install a build for CPUs.")
+        raise ConfigError("the strict device replaces CUDA, which this build of torch has; install a build for CPUs.")
     sources = [SOURCES / "device.cpp", *sorted(SOURCES.glob("*.h"))]
     flags = [
         "-std=c++20",

@@ -13,13 +13,14 @@ class Settings:
     """Settings of all devices of a process.
 
     Attributes:
-        devices: their number.
-        device_bytes: the memory of each.
-        seed: of the order of tasks in different streams, and of the pauses between them.
-        delay_us: the longest pause before a task; one in four has one.
-        order: ``issued``, ``seeded``, or ``latest``: no kernel runs until the host waits, or issues nothing for 20 ms;
-            then as ``seeded``. All of them report the same races, as these are detected when a call is issued.
-        raises: whether a race is an error of the second call; else it is only recorded.
+        devices: number of devices.
+        device_bytes: memory of each device.
+        seed: seed of the random order of tasks, and of the pauses between them.
+        delay_us: longest pause before a task; one task in four has a pause.
+        order: the order of tasks in different streams. ``issued``: as the host issued them. ``seeded``: random.
+            ``latest``: no kernel runs until the host waits, or issues nothing for 20 ms; then as ``seeded``. All orders
+            report the same races, because a race is detected when a call is issued.
+        raises: whether the second call of a race raises an error; if not, the race is only recorded.
     """
 
     devices: int = 1

@@ -48,7 +48,7 @@ class SnapshotSchedule:
     def tell(self, report: Callable[[FlushResult], None]) -> None:
         """Report writes to disk since the last call."""
         if self.snapshots is not None:
-            self.snapshots.tell(report)
+            self.snapshots.report_written(report)
 
     def take_refused(self) -> DamagedSnapshot | None:
         """The damaged snapshot that was not written to disk; returned once, on rank 0."""

@@ -17,7 +17,7 @@ from superstep.data.answer_writer import AnswerFiles
 from superstep.data.preparation.corpus import source_files
 from superstep.data.preparation.corpus_checks import refuse_settings
 from superstep.data.preparation.prepare import PrepareProgress, Report, source_bytes, stamp, writing
-from superstep.data.preparation.prepare_lock import turn, unheard
+from superstep.data.preparation.prepare_lock import ignore_line, take_turn
 from superstep.data.token_files import FORMAT, Corpus, TokenKind, is_whole, open_corpus
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ class Conversations:
         folder: Path,
         report: Report = _unheard,
         *,
-        tell: Callable[[str], None] = unheard,
+        tell: Callable[[str], None] = ignore_line,
         is_shared: bool = False,
     ) -> Corpus:
         """Make the files in a folder, or open those of an earlier equal call.
@@ -91,7 +91,7 @@ class Conversations:
         try:
             fingerprint = self._fingerprint(template)
             if not _holds(folder, fingerprint):
-                with turn(folder, tell):
+                with take_turn(folder, tell):
                     if not _holds(folder, fingerprint):  # no other process has made it meanwhile
                         if is_shared and is_whole(folder):
                             raise DataError(

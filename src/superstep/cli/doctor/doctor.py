@@ -18,7 +18,7 @@ from superstep.observe.doctor.observations import RunObservation
 from superstep.observe.jsonl import last_line
 from superstep.observe.page.doctor import doctor_page
 from superstep.train.run_folder.inspect_run import LiveRun, live, over, read_failure, require_run
-from superstep.train.run_folder.run_lock import owner, preparing
+from superstep.train.run_folder.run_lock import owner, preparation_text
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 PAGE_COLUMNS = 120
@@ -37,11 +37,12 @@ def main(argv: Sequence[str]) -> int:
     """Print the page; 0 without findings, 1 with some."""
     path, options = read(argv)
     folder = RunFolder(root=path)
-    if (prepared := preparing(folder)) is not None:
+    if (prepared := preparation_text(folder)) is not None:
         if options.json:
             print(
                 json.dumps(
-                    {"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": prepared}, indent=1
+                    {"run": str(folder.root), "is_live": True, "is_healthy": True, "preparing": prepared},
+                    indent=1,
                 )
             )
         else:

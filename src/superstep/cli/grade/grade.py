@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the action.
 
     Returns:
-        0; for a check 1, if the grader is weak.
+        1 if a check finds that the grader is weak, else 0.
     """
     path, options = read(argv)
     match options:
@@ -34,11 +34,13 @@ def main(argv: Sequence[str]) -> int:
 def _serve(path: Path, options: GradeServeOptions) -> int:
     metrics, console = GradeMetrics(), Printer()
     with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
-        load_environment(path).task(0, 0)  # check for tasks before any request
+        load_environment(path).task(0, 0)  # raises at once if the file has no task
         with Pool(path, options.grade, retried=metrics.retried) as pool:
-            kept = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
-            kept += f", their memory bounded {BOUNDS[pool.memory_bound]}"
-            console.say(f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {kept}.")
+            sandbox = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
+            memory = f"their memory is bounded {BOUNDS[pool.memory_bound]}"
+            console.say(
+                f"Grading {path} at {port.url}/grade, {pool.workers} at a time; programs run {sandbox}, {memory}."
+            )
             return port.serve(make_app(pool, metrics, entrance=port.entrance), tell=console.warn)
 
 

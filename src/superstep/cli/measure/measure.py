@@ -29,7 +29,7 @@ from superstep.engine.measure.disk import SIZE, disk_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import measure_collectives
 from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
-from superstep.engine.measure.probe_machine import as_run, distinct, measure_cluster
+from superstep.engine.measure.probe_machine import distinct, measure_cluster, with_kernels_of
 from superstep.errors import ConfigError
 from superstep.hardware.cluster_file import write_cluster
 from superstep.hardware.host import cores
@@ -135,7 +135,7 @@ def _grid() -> Iterator[Operation]:
 
 def _rank(world: World, run: Resolved, wanted: tuple[Operation, ...], budget_s: float) -> MeasuredMachine:
     """The measurement of one rank, in parallel with the others."""
-    gauge = as_run(run, TimingOptions(device=world.device, budget_s=budget_s))
+    gauge = with_kernels_of(run, TimingOptions(device=world.device, budget_s=budget_s))
     dtype = run.config.numerics.compute
     products, copies = measure_operations(wanted, dtype, gauge)
     degrees = [n for n in range(2, world.size + 1) if world.size % n == 0]

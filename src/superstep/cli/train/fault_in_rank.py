@@ -30,7 +30,7 @@ def train(path: Path) -> int:
 
 
 def rank(world: World, job: TrainJob, console: Console) -> bool:
-    """``ranks.rank``; on a signal, its main thread sleeps in C and keeps Python's lock."""
+    """``ranks.rank``; on a signal, its main thread sleeps in C and holds the GIL."""
     signal.signal(HANG, lambda *_: ctypes.PyDLL(None).sleep(HANGS_S))
     place = ranks_of(job.folder)
     place.mkdir(parents=True, exist_ok=True)

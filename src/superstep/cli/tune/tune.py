@@ -13,7 +13,7 @@ from superstep.cli.tune import rl, sft_dpo
 def main(argv: Sequence[str]) -> int:
     """Run the subcommand."""
     if argv and argv[0] in APART:
-        # Import only the named one: a server has many dependencies that the others do not need.
+        # Import the named subcommand only: serve has many dependencies that the others do not need.
         status: int = importlib.import_module(f"superstep.cli.tune.{argv[0]}").main(argv[1:])
         return status
     if argv[:1] == [REWARDS]:

@@ -1,8 +1,8 @@
 """Kernels: seconds of products, of attention and of memory traffic.
 
-Products run tile by tile: a wave with one tile takes as long as a full one, so a product that does not fill the last
-wave wastes the rest (wave quantisation), and one with dims that the tile does not divide computes on padding. A short
-inner dim does not amortise a tile's start and end.
+A product runs tile by tile, in waves of one tile for each core. A wave with one tile takes as long as a full wave, so a
+product that does not fill its last wave wastes time (wave quantisation). Where the tile does not divide a product's
+dims, the tile also computes on padding. A short inner dim does not amortise a tile's start and end.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from superstep.cost.closed.rates import ChipRates
 from superstep.hardware.units import Array
 
 TILES: tuple[tuple[int, int, float], ...] = ((256, 128, 1.0), (128, 128, 0.92), (64, 128, 0.75), (64, 64, 0.55))
-"""Rows and columns of a tile, and its rate relative to the largest: a small tile reads more for each operation."""
+"""Rows and columns of a tile, and its rate relative to the largest tile: a small tile reads more for each operation."""
 
 ALIGNED = 8.0
-"""Numbers of 16 bits in the 16 bytes that tensor cores load at once."""
+"""Elements of 16 bits in one load of a tensor core, which is of 16 bytes."""
 UNALIGNED = 0.17
-"""Rate of attention's products where a head's rows are not aligned: cuBLAS uses kernels without tensor cores, with a
-quarter of the peak (78 of an A100's 312 TFLOP/s). With it steps reach 0.62 to 0.75 of aligned ones, as published.
+"""Relative rate of attention's products where a head's rows are not aligned: cuBLAS then uses kernels without tensor
+cores, which have a quarter of the peak (78 of an A100's 312 TFLOP/s). With this value predicted steps have 0.62 to 0.75
+of the speed of aligned ones, as published steps do.
 """
 
-WHOLE = np.ones(())
+NO_WINDOW = np.ones(())
 
 
 def window_share(window: Array, keys: Array) -> Array:
-    """The share of the pairs of a query and an earlier key within a sliding window; 0 stands for no window."""
-    part = np.where(window > 0, np.minimum(window / keys, 1.0), 1.0)
-    share: Array = part * (2 - part)
+    """The share of the causal pairs (query, key) that lie within a sliding window; a window of 0 means no window."""
+    relative = np.where(window > 0, np.minimum(window / keys, 1.0), 1.0)
+    share: Array = relative * (2 - relative)
     return share
 
 
 def product_s(rows: Array, columns: Array, inner: Array, flops_per_s: Array, rates: ChipRates) -> Array:
     """Seconds of one product [rows, inner] x [inner, columns] in 16 bits, at the best tile for its shape."""
     best = np.asarray(0.0)
-    for high, wide, speed in TILES:
-        for tall, broad in {(high, wide), (wide, high)}:
-            tiles = np.maximum(np.ceil(rows / tall) * np.ceil(columns / broad), 1.0)
+    for long, short, speed in TILES:
+        for tile_rows, tile_columns in {(long, short), (short, long)}:
+            tiles = np.maximum(np.ceil(rows / tile_rows) * np.ceil(columns / tile_columns), 1.0)
             waves = tiles / rates.cores
             filled = waves / np.ceil(waves)
-            used = rows * columns / (tiles * tall * broad)
+            used = rows * columns / (tiles * tile_rows * tile_columns)
             best = np.maximum(best, speed * filled * used)
     ramp = inner / (inner + rates.product_ramp)
     compute_s = 2 * rows * columns * inner / (flops_per_s * np.maximum(best * ramp, 1e-9))
@@ -67,32 +68,35 @@ def attention_s(
     head_dim: Array,
     rates: ChipRates,
     stack: Stack,
-    seen: Array = WHOLE,
+    in_window: Array = NO_WINDOW,
 ) -> tuple[Array, Array]:
     """Seconds of causal attention, forward and backward.
 
-    Fused kernels skip masked scores and keep none (Dao 2022); their backward computes the scores again: five products
-    for two. Others compute the whole square and move it: bytes for each score below.
+    Fused kernels skip masked scores and store no scores (Dao 2022). Their backward pass computes the scores again, so
+    it takes five products and the forward pass two. Other kernels compute all scores, and write and read them.
 
     Args:
-        heads: of all sequences of a microbatch, on one rank.
-        seen: share of the causal half within a window (``window_share``).
+        heads: number of heads on one rank, over all sequences of a microbatch.
+        in_window: share of the causal scores within a window (``window_share``).
     """
     square = heads * queries * keys
-    # Causal: half of it. Both products of a forward pass are 4 operations for each score and number of a head. Fused
-    # kernels are built for heads of multiples of 8; others are filled up.
+    # The two products of a forward pass take 4 operations for each score and element of a head; the causal mask leaves
+    # half of them. Fused kernels are built for a head_dim that is a multiple of 8, and pad another one.
     even = np.ceil(head_dim / ALIGNED) * ALIGNED
-    fused = 2 * seen * square * even / rates.peak_half_flops_per_s
-    # Kernels are built for heads of 128; of 64 they reach about three quarters (Dao 2023, fig. 4 to 6). The first ones
-    # were built for 64, and are as fast there.
+    fused = 2 * in_window * square * even / rates.peak_half_flops_per_s
+    # FlashAttention 2 and 3 are tuned for a head_dim of 128; at 64 they reach about three quarters of that rate (Dao
+    # 2023, fig. 4 to 6). FlashAttention 1 was tuned for 64, and loses nothing there.
     is_first = stack.attention == ATTENTION.index("flash-1")
     narrow = np.where(is_first, 1.0, np.clip(head_dim / 128, 0.25, 1.0) ** 0.35)
     forward_s = fused / (rates.attention_forward * narrow)
     backward_s = 2.5 * fused / (rates.attention_backward * narrow)
     fit = np.where(even == head_dim, 1.0, UNALIGNED)
-    whole = 4 * square * head_dim / (rates.half_flops_per_s * 0.65 * fit)
+    products_s = 4 * square * head_dim / (rates.half_flops_per_s * 0.65 * fit)
     is_eager = stack.attention == ATTENTION.index("eager")
-    read = np.where(is_eager, 34.0, 13.0) * square / rates.memory_bytes_per_s
-    back = np.where(is_eager, 46.0, 19.0) * square / rates.memory_bytes_per_s
-    keeps = stack.attention < ATTENTION.index("flash-1")
-    return np.where(keeps, whole + read, forward_s), np.where(keeps, 2 * whole + back, backward_s)
+    moved_forward_s = np.where(is_eager, 34.0, 13.0) * square / rates.memory_bytes_per_s  # bytes for each score
+    moved_backward_s = np.where(is_eager, 46.0, 19.0) * square / rates.memory_bytes_per_s
+    stores_scores = stack.attention < ATTENTION.index("flash-1")
+    return (
+        np.where(stores_scores, products_s + moved_forward_s, forward_s),
+        np.where(stores_scores, 2 * products_s + moved_backward_s, backward_s),
+    )

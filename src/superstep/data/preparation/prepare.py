@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from superstep.data.preparation.corpus import CorpusReader, source_files
 from superstep.data.preparation.corpus_checks import refuse_one_document, refuse_settings, refuse_short
-from superstep.data.preparation.prepare_lock import turn, unheard
+from superstep.data.preparation.prepare_lock import ignore_line, take_turn
 from superstep.data.split_documents import PASSAGE_CHARS, DocumentPart, passages
 from superstep.data.token_files import FORMAT, Corpus, is_whole, open_corpus
 from superstep.data.token_writer import PartialFiles, Passage
@@ -22,7 +22,7 @@ from superstep.plan.config import DataConfig
 from superstep.state.fsync import free_bytes
 
 BLOCK_CHARS = 1 << 20
-"""Characters that are encoded and written at once: without interruption, in under a second."""
+"""Characters that one call encodes and writes: it cannot be interrupted, and takes less than a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class PrepareProgress:
 
     Attributes:
         stage: reading to train a tokenizer, training it, or encoding.
-        done_bytes: of the files, in this stage.
-        total_bytes: of the files.
+        done_bytes: bytes of the corpus that this stage has processed.
+        total_bytes: bytes of the corpus.
     """
 
     stage: Literal["reading", "training a tokenizer", "encoding"]
@@ -43,7 +43,7 @@ class PrepareProgress:
 Report = Callable[[PrepareProgress], None]
 
 
-def _unheard(progress: PrepareProgress) -> None:
+def _ignore_progress(progress: PrepareProgress) -> None:
     pass
 
 
@@ -51,21 +51,21 @@ def prepare(
     config: DataConfig,
     vocab: int,
     folder: Path,
-    report: Report = _unheard,
+    report: Report = _ignore_progress,
     *,
-    tell: Callable[[str], None] = unheard,
+    tell: Callable[[str], None] = ignore_line,
     is_shared: bool = False,
 ) -> Corpus:
     """Make the token files of ``config`` in ``folder``, or open those of an earlier equal call.
 
     One process at a time prepares a folder; another one waits and opens the result. An existing corpus stays complete
-    until the new one is; remains of a killed call are made again.
+    until the new one is; partial files of a killed call are replaced.
 
     Args:
         vocab: the model's vocabulary; a tokenizer is trained up to it, a loaded one must fit in it.
         report: receives the progress, about once for each megabyte.
-        tell: receives a line for the user while another process is waited for.
-        is_shared: whether other runs may use the folder's tokens, so that they are not replaced.
+        tell: receives a line for the user if this process waits for another one.
+        is_shared: whether other runs may use the folder's tokens; then tokens of other settings are not replaced.
 
     Raises:
         ConfigError, DataError: the settings, the text or the tokenizer cannot be used, or a shared folder holds other
@@ -80,8 +80,8 @@ def prepare(
             f"{vocab}; set model.vocab to {tokenizer.vocab} or more."
         )
     if not is_prepared(config, vocab, folder):
-        with turn(folder, tell):
-            if not is_prepared(config, vocab, folder):  # no other process has made it meanwhile
+        with take_turn(folder, tell):
+            if not is_prepared(config, vocab, folder):  # another process may have prepared it in the meantime
                 if is_shared:
                     refuse_others(config, vocab, folder)
                 _Preparation(config, report).build(tokenizer, vocab, folder)
@@ -105,9 +105,9 @@ def refuse_others(config: DataConfig, vocab: int, folder: Path) -> None:
     if not is_whole(folder) or is_prepared(config, vocab, folder):
         return
     theirs = open_corpus(folder).manifest
-    differs = "the files, the tokenizer, or another setting of their text differs, as data.validation_fraction may"
+    differs = "the files, the tokenizer or a setting such as data.validation_fraction differs"
     if config.tokenizer is None and _fingerprint(config, theirs.vocab) == theirs.fingerprint:
-        differs = f"model.vocab = {theirs.vocab}, and here {vocab}"
+        differs = f"model.vocab = {theirs.vocab} there, {vocab} here"
     raise DataError(
         f"data.cache = '{folder}' holds the tokens of other settings ({differs}); name another folder, or delete that "
         "one if no run needs it."
@@ -122,7 +122,7 @@ def _fingerprint(config: DataConfig, vocab: int) -> str:
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Path, size and modification time in nanoseconds, to detect changes; a broken link has none."""
+    """Path, size and modification time in nanoseconds, to detect changes; both are -1 for a broken link."""
     try:
         status = path.stat()
     except OSError:
@@ -151,7 +151,7 @@ class PreparedFiles(Protocol):
 
 
 class _Preparation:
-    """One pass or two over the text of a corpus."""
+    """One pass over the text of a corpus; two if a tokenizer is trained."""
 
     def __init__(self, config: DataConfig, report: Report) -> None:
         self._config = config
@@ -161,7 +161,7 @@ class _Preparation:
     def build(self, tokenizer: Tokenizer | None, vocab: int, folder: Path) -> None:
         """Write every file under a temporary name, then rename all of them."""
         config = self._config
-        fingerprint = _fingerprint(config, vocab)  # from the state of the files before they are read
+        fingerprint = _fingerprint(config, vocab)  # first: if a file changes while it is read, the next run notices
         files = PartialFiles(folder, tokenizer or self._train_tokenizer(vocab))
         reader = CorpusReader(config)
         with writing(files, config):
@@ -213,8 +213,8 @@ def writing(files: PreparedFiles, config: DataConfig) -> Iterator[None]:
         if not is_full(error):
             raise fault.adding("Or set data.cache to another folder.") from None
         raise fault.adding(
-            f"Or set data.cache to a folder on a larger disk: tokens take about "
-            f"{files.expected_bytes(source_bytes(config))} bytes, {free_bytes(files.folder)} are free here."
+            f"Or set data.cache to a folder on a larger disk: the tokens take about "
+            f"{files.expected_bytes(source_bytes(config))} bytes, and {free_bytes(files.folder)} are free here."
         ) from None
     except BaseException:
         files.discard()

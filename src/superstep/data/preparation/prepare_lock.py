@@ -17,12 +17,12 @@ LOCK = "preparing.lock"
 TRIES = 100
 
 
-def unheard(line: str) -> None:
-    """Ignores a line."""
+def ignore_line(line: str) -> None:
+    """Show no line to the user."""
 
 
 @contextmanager
-def turn(folder: Path, tell: Callable[[str], None] = unheard) -> Iterator[None]:
+def take_turn(folder: Path, tell: Callable[[str], None] = ignore_line) -> Iterator[None]:
     """Lock a folder for the block; it is created first, and removed again if it stays empty.
 
     A file system without locks, or a folder that cannot be written, is not waited for: the write itself will raise the

@@ -3,8 +3,8 @@
     train_step   Fetch ─ Snapshot u0 ─ Forward u0 ─ Snapshot u1 ─ Forward u1 ─ ... ─ Step
     the copies              ══ u0 ══════ u1 ══ ...                                   waits for the last of them
 
-On a CPU a thread copies. On a GPU it uses a stream of its own, which copies to pinned memory. A slot's checksum is
-computed from the source in the same pass.
+A thread of the rank copies. On a GPU the thread uses a stream of its own, which copies to pinned memory. The checksum
+of a slot is computed from the source in the same pass.
 """
 
 from __future__ import annotations
@@ -68,19 +68,19 @@ class FlushResult:
     seconds: float
     is_on_disk: bool
     problems: str
-    """Why it is not on the disk, or problems beside it."""
+    """Why the checkpoint is not on disk, or problems with one that is; empty without any."""
 
 
 class Snapshots:
     """Copies one rank's state.
 
     Args:
-        memory: the rank's.
-        buffers: of each unit that it trains.
-        device: of the buffers.
+        memory: the shared memory for this rank's snapshots.
+        buffers: the rank's buffers, by unit.
+        device: the device of the buffers.
 
     Attributes:
-        bytes: of a state.
+        bytes: size of one snapshot.
         unpinned: why a GPU cannot copy directly into the memory; empty where it can.
     """
 
@@ -89,13 +89,13 @@ class Snapshots:
         self._device = device
         self._tensors: dict[int, list[tuple[Tensor, int]]] = {}
         self.bytes = 0
-        for unit, each in buffers.items():
+        for unit, unit_buffers in buffers.items():
             self._tensors[unit] = []
-            for tensor in (t for b in each for t in b.state if t.numel()):
+            for tensor in (t for b in unit_buffers for t in b.state if t.numel()):
                 self._tensors[unit].append((tensor, self.bytes))
                 self.bytes += tensor.numel() * tensor.element_size()
         self._thread = ThreadPoolExecutor(1, "superstep-snapshot", device.make_current)
-        compile_library()  # in advance, so that the first copy does not wait for a compiler
+        compile_library()  # now, so that the first copy does not wait for a compiler
         self._slot: int | None = None
         self._checksum = 0
         self._taken: DamagedSnapshot | None = None
@@ -105,7 +105,7 @@ class Snapshots:
         self.unpinned = ""
         self._pinned: int | None = None
         self.turn = 0
-        """The same on all ranks: states of one step, and one turn, belong together."""
+        """Grows when later states are dropped; the same on all ranks. States of equal step and turn belong together."""
 
     def lay_out(
         self,
@@ -118,11 +118,11 @@ class Snapshots:
         """Write the layout of the state into the memory.
 
         Args:
-            pieces: views of the buffers.
-            tensors: the shape of every global tensor of each kind; the same tensors of all kinds.
-            beside: texts of the other files of a checkpoint.
-            folder: of the checkpoints.
-            slots: of the memory.
+            pieces: the state's pieces, as views of the buffers.
+            tensors: the shapes of the global tensors, by kind; every kind has the same tensors.
+            beside: the other files of a checkpoint, from name to text.
+            folder: the folder of the checkpoints.
+            slots: number of slots in the memory.
         """
         placed = [(piece, self._offset(piece.values)) for piece in pieces if piece.values.numel()]
         self._memory.lay_out(
@@ -139,21 +139,25 @@ class Snapshots:
         self._pin()
 
     def _offset(self, values: Tensor) -> int:
-        """The byte offset in a slot of a view of a buffer."""
-        begins = {tensor.data_ptr(): offset for each in self._tensors.values() for tensor, offset in each}
-        first = max(begin for begin in begins if begin <= values.data_ptr())
-        return begins[first] + values.data_ptr() - first
+        """The byte offset in a slot for a view of a buffer."""
+        offsets = {tensor.data_ptr(): offset for tensor, offset in self._places()}
+        start = max(pointer for pointer in offsets if pointer <= values.data_ptr())
+        return offsets[start] + values.data_ptr() - start
 
     def _pin(self) -> None:
-        """Pin the memory for direct copies by the GPU; if the host refuses, the driver's buffer is used."""
+        """Pin the memory, so that the GPU copies into it directly; if the host refuses, copies go through the driver's
+        buffer.
+        """
         if self._stream is not None and self._pinned is None:
             whole = torch.frombuffer(self._memory.view, dtype=torch.uint8)
             self.unpinned = self._device.pin(whole.data_ptr(), whole.numel())
             self._pinned = None if self.unpinned else whole.data_ptr()
 
     def restore(self, step: int) -> Position:
-        """Fill the buffers with the state after a step, in a new process; later states are dropped. Raises
-        as ``fill``.
+        """Fill the buffers of a new process with the state after a step, and drop later states.
+
+        Raises:
+            Fault: as ``fill``.
         """
         position = self.fill(step)
         self.forget_after(step)
@@ -167,7 +171,7 @@ class Snapshots:
         """Fill the buffers with the state after a step.
 
         Raises:
-            Fault: their bits differ from those that were copied into the memory.
+            Fault: the memory has other bits than were copied into it.
         """
         slot = self._memory.whole()[step]
         total = 0
@@ -179,24 +183,26 @@ class Snapshots:
         return self._memory.position(slot)
 
     def is_damaged(self, step: int) -> bool:
-        """Whether the state after a step has other bits than were copied."""
+        """Whether the memory has other bits than were copied into it after a step."""
         return self._memory.is_damaged(self._memory.whole()[step])
 
     def steps(self) -> set[int]:
-        """Steps with complete state."""
+        """Steps of the complete snapshots."""
         return set(self._memory.whole())
 
     def forget_after(self, step: int) -> None:
-        """Drop later states, and incomplete ones."""
+        """Drop the states of later steps, and incomplete ones."""
         self.turn += 1
         for slot in self._memory.forget_after(step):
             if slot in self._watched:
                 self._watched.remove(slot)
 
     def begin(self, position: Position, report: Callable[[FlushResult], None], *, is_for_disk: bool) -> None:
-        """Let the next step copy the current state, which is that of ``position``; ``report`` as in ``tell``."""
+        """Let the next step copy the current state, that of ``position``. If no slot is free, wait for one, and report
+        written checkpoints meanwhile.
+        """
         while (slot := self._memory.free_slot()) is None:
-            self.tell(report)
+            self.report_written(report)
             time.sleep(POLL_S)
         memory = self._memory
         is_requested = 0 < position.step == memory.requested and position.step not in memory.whole()
@@ -211,7 +217,7 @@ class Snapshots:
         self._slot, self._left, self._checksum = slot, set(self._tensors), 0
 
     def copy(self, unit: int) -> PendingCollective:
-        """Start copying a unit, where a snapshot is due."""
+        """Start copying a unit, if the step takes a snapshot."""
         if self._slot is None:
             return DONE
         self._left.discard(unit)
@@ -228,7 +234,7 @@ class Snapshots:
         else:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                # Read on this stream: the thread's own is that of the compute, and would wait for all of it.
+                # Read the sums on this stream: the thread's default stream would wait for all of the compute.
                 checksum = sum(map(int, self._copy_now(unit, slot)))
             self._stream.synchronize()
         self._checksum += checksum
@@ -251,21 +257,24 @@ class Snapshots:
 
     @property
     def refused(self) -> DamagedSnapshot | None:
-        """The damaged snapshot that was not written to disk, until it is taken; on rank 0 alone."""
+        """The damaged snapshot that was not written to disk, until ``take_refused`` returns it; on rank 0 alone."""
         damaged = self._memory.refused
         return None if damaged == self._taken else damaged
 
     def take_refused(self) -> DamagedSnapshot | None:
-        """``refused``, once. The memory keeps it until another one is on disk, for a process that is killed before."""
+        """Return ``refused`` once. The memory keeps it until a later snapshot is on disk: if this process is killed,
+        the next one reports it.
+        """
         damaged, self._taken = self.refused, self._memory.refused
         return damaged
 
-    def tell(self, report: Callable[[FlushResult], None]) -> None:
-        """Report checkpoints that were written since the last call, and failed ones. Only then may their slots be used
-        again: if this process is killed before, the next one reports them.
+    def report_written(self, report: Callable[[FlushResult], None]) -> None:
+        """Report checkpoints that were written since the last call, and failed ones. A slot is used again only after
+        its report: if this process is killed before, the next one reports it.
         """
         memory = self._memory
-        self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]  # some were refused
+        # A damaged snapshot is not written: it is no longer watched.
+        self._watched = [slot for slot in self._watched if memory.get(slot, "disk") != KEPT]
         for slot in [slot for slot in self._watched if memory.get(slot, "disk") in {ON_DISK, FAILED}]:
             report(
                 FlushResult(
@@ -286,7 +295,7 @@ class Snapshots:
         return any(self._memory.get(slot, "disk") == WANTED for slot in self._watched)
 
     def close(self) -> None:
-        """End the thread, and give up the pinning: the memory may be freed next, and its address be used again."""
+        """End the thread and unpin the memory: it may be freed next, and its address reused."""
         self._thread.shutdown()
         if self._pinned is not None:
             self._device.unpin(self._pinned)

@@ -1,4 +1,4 @@
-"""measure_here: a run's ranks measure themselves for the cost model, all at once."""
+"""Measurement of a run's machine for the cost model: all ranks measure at the same time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from superstep.plan.config import Dtype
 from superstep.plan.resolution.resolve import Resolved
 
 LINK = {"cpu": (4.4e9, 60e-6), "cuda": (4.5e11, 20e-6)}
-"""Default bytes/s and latency in seconds between two ranks, without a measurement.
+"""Bytes/s and latency in seconds between two ranks, where they are not measured.
 
 cpu: shared memory, two processes on two cores of an AMD EPYC (Zen 5): 16 MiB exchanged both ways took 3.9 ms, 4 bytes
 56 µs (``bench/results/collectives.json``). cuda: one direction of NVLink 4 by its data sheet, not measured.
@@ -33,46 +33,46 @@ cpu: shared memory, two processes on two cores of an AMD EPYC (Zen 5): 16 MiB ex
 
 
 def distinct(units: Iterable[UnitOperations]) -> tuple[Operation, ...]:
-    """Every distinct operation of some units."""
-    ways = [operations for unit in units for operations in (unit.forward, unit.backward, unit.weight)]
-    return tuple(dict.fromkeys(operation for operations in ways for operation in operations))
+    """Every distinct operation of the units."""
+    passes = [operations for unit in units for operations in (unit.forward, unit.backward, unit.weight)]
+    return tuple(dict.fromkeys(operation for operations in passes for operation in operations))
 
 
 def measure_here(
-    run: Resolved, operations: Sequence[UnitOperations], world: World, gauge: TimingOptions | None = None
+    run: Resolved, operations: Sequence[UnitOperations], world: World, timing: TimingOptions | None = None
 ) -> MeasuredMachine:
-    """This rank's machine, from the run's own operations, in about a second. Every rank calls this together."""
-    gauge = as_run(run, gauge or TimingOptions(device=world.device))
+    """Measure this rank's machine with the run's own operations, in about a second. All ranks call this together."""
+    timing = with_kernels_of(run, timing or TimingOptions(device=world.device))
     dtype = run.config.numerics.compute
     if world.size > 1:
         barrier(world.device)  # ranks that share caches and memory must run at the same time, as in a step
-    # Where ranks share a core, the wait for a turn is added for the whole step, and must not count here.
-    takes_turns = world.device.kind == "cpu" and world.size > cores()
-    alone = replace(gauge, clock=time.process_time) if takes_turns else gauge
-    products, copies = measure_operations(distinct(operations), dtype, alone)
+    # Where ranks share a core, the cost model adds the wait for the core to the whole step: count processor time here.
+    shares_cores = world.device.kind == "cpu" and world.size > cores()
+    own_time = replace(timing, clock=time.process_time) if shares_cores else timing
+    products, copies = measure_operations(distinct(operations), dtype, own_time)
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
-    rates = measure_collectives(world, degrees, gauge, _collectives_of(run)) if world.size > 1 else ()
-    return measure_cluster(world.device, world.size, dtype, launch_s(alone), (products, copies, rates))
+    rates = measure_collectives(world, degrees, timing, _collectives_of(run)) if world.size > 1 else ()
+    return measure_cluster(world.device, world.size, dtype, launch_s(own_time), (products, copies, rates))
 
 
 def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> MeasuredMachine:
-    """One rank's machine, measured in this process alone; links are those of ``LINK``."""
+    """Measure one rank's machine in this process only; its links are those of ``LINK``."""
     dtype = run.config.numerics.compute
-    gauge = as_run(run, TimingOptions(device=device))
+    timing = with_kernels_of(run, TimingOptions(device=device))
     with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
-        products, copies = measure_operations(distinct(operations), dtype, gauge)
-        return measure_cluster(device, run.plan.mesh.world, dtype, launch_s(gauge), (products, copies, ()))
+        products, copies = measure_operations(distinct(operations), dtype, timing)
+        return measure_cluster(device, run.plan.mesh.world, dtype, launch_s(timing), (products, copies, ()))
 
 
-def as_run(run: Resolved, gauge: TimingOptions) -> TimingOptions:
-    """Timing options with the run's kernels."""
-    return replace(gauge, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, gauge.device))
+def with_kernels_of(run: Resolved, timing: TimingOptions) -> TimingOptions:
+    """The timing options, with the kernels that the run uses."""
+    return replace(timing, is_exact=run.plan.grain is not None, is_compiled=is_compiled(run, timing.device))
 
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Use a launched rank's number of threads: one, with several ranks."""
+    """Set torch's number of threads for the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -101,14 +101,14 @@ def measure_cluster(
     launch: float,
     tables: tuple[tuple[ProductRate, ...], tuple[CopyRate, ...], tuple[CollectiveRate, ...]],
 ) -> MeasuredMachine:
-    """The cluster of these tables, with further facts of the host."""
+    """A machine with these measured tables; memory, cores and name are read from the device and the host."""
     products, copies, rates = tables
     link_bytes_per_s, latency_s = LINK[device.kind]
     sends = [rate for rate in rates if rate.name == "send"]
     if sends:
         link_bytes_per_s, latency_s = sends[0].bytes_per_s, sends[0].latency_s
     chip = Chip(
-        name=host_name(device),
+        name=device_name(device),
         vendor="this machine",
         year=time.gmtime().tm_year,
         flops_per_s=((dtype, max((p.flops_per_s for p in products if p.kernel == "product"), default=1e9)),),
@@ -135,8 +135,8 @@ def measure_cluster(
     return MeasuredMachine(cluster=cluster, rate=dtype, is_host=device.kind == "cpu")
 
 
-def host_name(device: Device) -> str:
-    """The device's name from its maker; a CPU's from the system."""
+def device_name(device: Device) -> str:
+    """The model name of the device, as its driver or /proc/cpuinfo gives it."""
     if device.kind != "cpu":
         return device.name
     try:

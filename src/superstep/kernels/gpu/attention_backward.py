@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from superstep.kernels.gpu.attention_forward import runs
+from superstep.kernels.gpu.attention_forward import key_ranges
 from superstep.kernels.gpu.attention_scores import BY_DISTANCE, add_bias, distances, first_keys, mask_scores
 from superstep.kernels.gpu.language import LOG2E, dot
 
@@ -97,7 +97,7 @@ def attention_queries_backward(
 
     dq_RH = tl.zeros((ROWS, WIDE), tl.float32)
     far = 0.0
-    edges = runs(row, place, first, queries, keys, COLUMNS, CAUSAL)
+    edges = key_ranges(row, place, first, queries, keys, COLUMNS, CAUSAL)
     for run in tl.static_range(3):
         if run > 0 or STARTS or WINDOW:
             dq_RH, far = _meet_keys(

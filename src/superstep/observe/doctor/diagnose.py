@@ -196,7 +196,7 @@ def _limit_s(rank: RankObservation, took_s: float) -> float:
 
 
 def _lock_finding(rank: RankObservation) -> Finding:
-    what = f"rank {rank.rank} hangs in {_where(rank)}: code that is not Python keeps Python's lock"
+    what = f"rank {rank.rank} hangs in {_where(rank)}: code that is not Python holds the GIL"
     return _of(rank, "held", what, f"none of its other threads has run for {rank.looked_s:.1f} s and more", *_top(rank))
 
 

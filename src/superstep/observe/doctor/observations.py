@@ -71,7 +71,7 @@ class RankObservation:
         has_raised: whether the instruction raised an error, which ended the program.
         has_moved: whether it made progress while observed.
         looked_s: how long no progress was observed; 0.0 after one look.
-        is_held: whether some code holds Python's lock, so that its other threads do not run.
+        is_held: whether some code holds the GIL, so that its other threads do not run.
         is_on_gpu: whether it computes on a GPU: place and times are then the GPU's, and its main thread says nothing.
         is_asleep: whether its main thread was on no processor while observed.
         cpu_s: its main thread's processor time meanwhile.

@@ -46,35 +46,35 @@ def assemble(
     """The whole page.
 
     Args:
-        markup: the file of the body; ``{{title}}`` becomes the title.
-        styles: files, in order.
-        scripts: files, joined into one script with shared declarations.
+        markup: the file name of the body; ``{{title}}`` becomes the title.
+        styles: file names, in order.
+        scripts: file names; the files are joined into one script with shared declarations.
         data: JSON for the script; strings made by ``pack`` stay packed until they are used. With ``is_live`` the script
         may send requests to its own server, and no other.
-        libraries: third-party files before the scripts, each a script of its own.
+        libraries: file names of third-party scripts; each comes before the scripts, in a script element of its own.
         body: markup that replaces ``{{name}}``; users' text in it is escaped.
     """
     text = asset(f"assets/{markup}").replace("{{title}}", html.escape(title))
     for name, part in (body or {}).items():
         text = text.replace(f"{{{{{name}}}}}", part)
-    own = "\n".join(asset(f"assets/{name}") for name in scripts)
+    script = "\n".join(asset(f"assets/{name}") for name in scripts)
     head = "\n".join(f"<style>\n{asset(name)}</style>" for name in styles)
-    foreign = "\n".join(f"<script>\n{_check_closed(asset(name))}\n</script>" for name in libraries)
-    # In a script element "</" could end it and "<!--" begin a comment; in JSON < may be written so.
-    asks = " connect-src 'self';" if data.get("is_live") else ""
+    library_scripts = "\n".join(f"<script>\n{_check_library(asset(name))}\n</script>" for name in libraries)
+    # Inside a script element "</" could end the element, and "<!--" could start a comment. JSON can escape "<".
+    connect = " connect-src 'self';" if data.get("is_live") else ""
     embedded = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none';{asks} script-src 'unsafe-inline'; "
-        "style-src 'unsafe-inline'; img-src data: blob:\">\n"
+        f'<meta http-equiv="Content-Security-Policy" content="default-src \'none\';{connect} script-src '
+        "'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:\">\n"
         f'<title>{html.escape(title)}</title>\n<link rel="icon" href="data:,">\n{head}\n</head>\n<body>\n'
         f"{text}"
-        f'<script type="application/json" id="data">{embedded}</script>\n{foreign}\n'
-        f'<script>\n"use strict";\n(() => {{\n{own}\n}})();\n</script>\n</body>\n</html>\n'
+        f'<script type="application/json" id="data">{embedded}</script>\n{library_scripts}\n'
+        f'<script>\n"use strict";\n(() => {{\n{script}\n}})();\n</script>\n</body>\n</html>\n'
     )
 
 
-def _check_closed(text: str) -> str:
-    assert "</script" not in text, "a library that would end its own element"
+def _check_library(text: str) -> str:
+    assert "</script" not in text, "a library's text would end its script element"
     return text

@@ -20,7 +20,7 @@ from superstep.state.snapshots.background_checkpoint import write_down
 from superstep.state.snapshots.held_folder import HeldFolder
 from superstep.state.snapshots.memory_snapshot import Handles, State
 from superstep.train.run_folder.folder_watch import RunFolderMoved
-from superstep.train.run_folder.run_lock import sharing
+from superstep.train.run_folder.run_lock import hold_shared
 from superstep.train.run_folder.run_paths import RunFolder
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -114,7 +114,7 @@ def write_parts(world: World, parts: StateParts) -> None:
         held = HeldFolder(folder.root)
     except OSError as error:
         raise disk_fault(error, folder.root) from error
-    with sharing(folder), held:
+    with hold_shared(folder), held:
         write_down(slots, folder.checkpoints, parts.keep, peers, require=held.refuse_another)
     if displaced is not None:
         raise displaced.fault(parts.state[0])

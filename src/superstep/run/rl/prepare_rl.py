@@ -1,4 +1,4 @@
-"""The job of a run of reinforcement learning: its locked directory, and its ranks' initial state."""
+"""Preparation of a run of reinforcement learning: it locks the run directory and makes the job of the ranks."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def prepared_rl_job(
     """The job of a recipe's ranks, with the run's directory locked for the block; None for a complete run.
 
     Args:
-        recipe: of the run.
+        recipe: the recipe of the run.
         kernels: the folder of compiled decoders; None uses torch.
         console: shows messages before the first step.
-        launcher: of the ranks.
-        ranks: of another launcher; None under superstep's own.
-        hosts: that share the ranks; with several this is for the first one's launcher to do.
+        launcher: starts the ranks.
+        ranks: how many ranks another launcher has started; None if Superstep starts them.
+        hosts: how many hosts share the ranks; with several, only the launcher of host 0 calls this.
     """
     run, start = resolved_rl(recipe, ranks, hosts)
     config = run.config
@@ -107,15 +107,15 @@ def _write_files(recipe: RlRecipe, run: Resolved, folder: RunFolder, console: Co
 
 
 def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
-    """The run of a recipe, and the folder of the model that it begins with.
+    """The run of a recipe, and the folder of its initial model.
 
     Args:
-        recipe: of the run.
-        ranks: of another launcher; None under superstep's own.
-        hosts: that share the ranks.
+        recipe: the recipe of the run.
+        ranks: how many ranks another launcher has started; None if Superstep starts them.
+        hosts: how many hosts share the ranks.
 
     Raises:
-        ConfigError: it cannot work.
+        ConfigError: the recipe cannot work.
         StateError: the model is missing or incomplete.
     """
     config, start = with_start(recipe, recipe.rl, recipe.start)

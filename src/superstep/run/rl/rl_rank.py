@@ -27,7 +27,7 @@ from superstep.run.console import Console
 from superstep.run.exit_messages import status_under_torchrun
 from superstep.run.reports.plan_line import plan_text
 from superstep.run.reports.sinks import open_trackers, sinks
-from superstep.train.run_folder.run_lock import sharing
+from superstep.train.run_folder.run_lock import hold_shared
 from superstep.tune.rl.colocated import reinforce
 from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
 from superstep.tune.rl.job import RlJob
@@ -64,7 +64,7 @@ def _sample_status(world: World, job: RlJob, number: int) -> int:
 def rl_rank(world: World, job: RlJob, console: Console) -> bool:
     """One training rank; whether it stopped before the last step on request."""
     train = reinforce if job.rollout.placement == "shared" else train_apart
-    with _faults(world), listening(world.stop), sharing(job.folder), ExitStack() as stack:
+    with _faults(world), listening(world.stop), hold_shared(job.folder), ExitStack() as stack:
         report = RlReport(world, job, console, stack)
         is_stopped = train(world, job, report.learnt, report.write, report.retried)
         if not is_stopped:

@@ -34,7 +34,7 @@ from superstep.state.fingerprint import (
     bit_sums,
     bits_of,
     block_sums,
-    differing,
+    differing_indices,
     farthest,
     fingerprint_text,
     outvote,
@@ -132,7 +132,7 @@ class Integrity:
             return None
         self._pending = None
         held = {part_of(piece): piece for piece in self._look()}
-        truth = [float(held[e.part].values[e.at]) if e.part in held else None for e in pending.elements]
+        truth = [float(held[e.part].values[e.index]) if e.part in held else None for e in pending.elements]
         known = self._peers.gather(truth, list[float | None])
         right = [next(values[n] for values in known if values[n] is not None) for n in range(len(truth))]
         ranks = farthest(pending.elements, [value for value in right if value is not None])
@@ -258,7 +258,9 @@ class Integrity:
         held = {part: piece for piece in pieces if (part := part_of(piece)) in set(self._shared)}
         of_blocks = {part: block_sums(piece.values) for part, piece in held.items()}
         sums = self._peers.gather(of_blocks, dict[TensorPart, list[int]])
-        blocks = {part: differing({rank: sums[rank][part] for rank in self._holders[part]}) for part in self._shared}
+        blocks = {
+            part: differing_indices({rank: sums[rank][part] for rank in self._holders[part]}) for part in self._shared
+        }
         wanted = [(part, block) for part, changed in blocks.items() for block in changed][:MOST_ELEMENTS]
         mine = {each: bits_of(held[each[0]].values, each[1]) for each in wanted if each[0] in held}
         bits = self._peers.gather(mine, dict[tuple[TensorPart, int], list[int]])
@@ -266,8 +268,8 @@ class Integrity:
         for part, block in wanted:
             of_ranks = {rank: bits[rank][part, block] for rank in self._holders[part]}
             elements += (
-                Element(part, BLOCK * block + at, {rank: each[at] for rank, each in of_ranks.items()})
-                for at in differing(of_ranks)
+                Element(part, BLOCK * block + index, {rank: words[index] for rank, words in of_ranks.items()})
+                for index in differing_indices(of_ranks)
             )
         elements = elements[:MOST_ELEMENTS]
         wrong = outvote(elements)

@@ -1,8 +1,8 @@
-"""Lock of a run directory: two runs never write to one.
+"""Lock of a run directory: two runs never write to the same one.
 
-The process that prepares a run locks the folder itself; the system releases that lock with the process, however it
-ends. A file names the process. Ranks may outlive their launcher for a moment: they share a lock of that file, which the
-next run waits for.
+The launcher, which prepares the run, locks the directory itself. The system releases this lock when the launcher ends,
+however it ends. The file ``run.lock`` names the launcher. Ranks may outlive their launcher for a moment, so they hold a
+shared lock of this file, and the next run waits until none does.
 
     runs/demo           locked by the launcher, exclusively
     runs/demo/run.lock  its owner: {"pid": 4711, ...}; locked by its ranks, shared
@@ -23,7 +23,7 @@ from superstep.errors import DiskFault, Fault, StateError, disk_fix, is_full
 from superstep.train.run_folder.run_paths import RunFolder
 
 LEAVING_S = 10.0
-"""How long to wait for ranks without a launcher; they end within three seconds of it."""
+"""How long to wait for ranks of a launcher that has ended; they end within three seconds after it."""
 
 POLL_S = 0.05
 
@@ -32,10 +32,10 @@ POLL_S = 0.05
 def hold(folder: RunFolder) -> Iterator[None]:
     """Create the directory, and lock it for the block.
 
-    What was created and is still empty at the end is removed: a run that never began leaves nothing.
+    Directories that were created and are still empty at the end are removed: a run that never began leaves nothing.
 
     Raises:
-        StateError: the directory cannot be created, or another process holds it; names that one.
+        StateError: the directory cannot be created, or another process holds it; the error names that process.
         Fault: the disk is full.
     """
     made = [path for path in (folder.root, *folder.root.parents) if not path.exists()]
@@ -43,14 +43,14 @@ def hold(folder: RunFolder) -> Iterator[None]:
         folder.root.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder.root, os.O_RDONLY)
     except OSError as error:
-        raise _lock_error(folder, error, "made") from error
+        raise _lock_error(folder, error, "created") from error
     is_ours = False
     try:
         _lock(handle, folder)
         is_ours = True
         yield
     finally:
-        # A moved or removed directory may have a successor under its name, which belongs to others.
+        # If the directory was moved or removed, another run may own a new one of the same name: leave that alone.
         is_there = _is_same(folder.root, handle)
         if is_ours and is_there:
             with suppress(OSError):
@@ -62,8 +62,8 @@ def hold(folder: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def sharing(folder: RunFolder) -> Iterator[None]:
-    """Lock held by every rank: no later run writes to the directory within the block."""
+def hold_shared(folder: RunFolder) -> Iterator[None]:
+    """Hold a rank's shared lock for the block, in which no later run writes to the directory."""
     try:
         handle = os.open(folder.lock, os.O_RDONLY)
     except OSError:  # ranks without a launcher, as in tests
@@ -86,8 +86,8 @@ def note_preparing(folder: RunFolder, text: str) -> None:
             file.write(after.ljust(len(before)))
 
 
-def preparing(folder: RunFolder) -> str | None:
-    """What the owner of a directory does before its ranks begin; None without an owner, or after."""
+def preparation_text(folder: RunFolder) -> str | None:
+    """What the owner of a directory does until its ranks begin, as text; None later, or without an owner."""
     process = owner(folder)
     if process is None:
         return None
@@ -112,7 +112,7 @@ def owner(folder: RunFolder) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return process if record.get("host") == platform.node() else None
-    except OSError:  # a file system without locks: the number alone is known
+    except OSError:  # a file system without locks: only the process id is known
         return process if Path(f"/proc/{process}").exists() else None
     finally:
         os.close(handle)
@@ -122,10 +122,10 @@ def owner(folder: RunFolder) -> int | None:
 def sharers(folder: RunFolder) -> list[int]:
     """Processes of this host that hold a run's shared lock, as far as permissions show them."""
     lock, processes = str(folder.lock.resolve()), []
-    for place in Path("/proc").glob("[0-9]*/fd"):
+    for handles in Path("/proc").glob("[0-9]*/fd"):
         with suppress(OSError):
-            if any(os.readlink(handle) == lock for handle in place.iterdir()):
-                processes.append(int(place.parent.name))
+            if any(os.readlink(handle) == lock for handle in handles.iterdir()):
+                processes.append(int(handles.parent.name))
     return sorted(processes)
 
 
@@ -141,7 +141,7 @@ def _lock(handle: int, folder: RunFolder) -> None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise _in_use(folder, _owner(folder.lock)) from error
-    except OSError:  # a file system without locks has none to respect
+    except OSError:  # a file system without locks
         pass
     if not os.access(folder.root, os.W_OK | os.X_OK):
         raise StateError(f"state.dir = '{folder.root}' cannot be written; grant access or name another --state.dir.")
@@ -170,7 +170,7 @@ def _wait_for_ranks(folder: RunFolder) -> None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 if time.monotonic() >= deadline_s:
-                    raise _in_use(folder, f"ranks that remain of {_owner(folder.lock)}") from error
+                    raise _in_use(folder, f"remaining ranks of {_owner(folder.lock)}") from error
                 time.sleep(POLL_S)
             except OSError:
                 return

@@ -1,8 +1,8 @@
-"""The base weights of an adapter, named by a file beside it. Without torch.
+"""The base weights of an adapter, which a file beside the adapter names. This file imports no torch.
 
     base.json       {"weights": folder, "version": digest}
 
-Without given weights, as in proofs, the base is drawn from ``train.seed``, and has no folder.
+If no weights are given, as in proofs, the base weights are random values of ``train.seed`` and have no folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class BaseWeights:
     """Base weights.
 
     Attributes:
-        folder: a checkpoint or Hugging Face folder; None where the weights were drawn.
-        version: the digest of its tensors, independent of their files; or the seed.
+        folder: a checkpoint or Hugging Face folder; None if the weights are random values.
+        version: digest of the tensors, whichever files hold them; or the seed of random values.
     """
 
     folder: Path | None

@@ -8,7 +8,7 @@ from torch import nn
 
 from superstep.kernels.compile_cpp import BuildResult
 from superstep.serve.compute.linears.fused_linears import Linears, Pack
-from superstep.serve.compute.linears.onednn_linear import packed
+from superstep.serve.compute.linears.onednn_linear import pack_weight
 from superstep.serve.compute.linears.panel_weights import in_panels
 from superstep.serve.compute.linears.quantize import format_named
 
@@ -26,7 +26,7 @@ def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str
         ConfigError: the format is unknown.
     """
     if quantize is None:
-        return Linears(modules, packed if built.library is None else in_panels(built.library, packed))
+        return Linears(modules, pack_weight if built.library is None else in_panels(built.library, pack_weight))
     row = format_named(quantize)
     return Linears(modules, _pack(built, row.name), _pack(built, row.head))
 

@@ -1,6 +1,6 @@
 """Linears with weights in oneDNN's own layout, so that no call has to reorder them.
 
-``F.linear`` passes a plain weight to oneDNN; for bf16 every product then reorders it.
+``F.linear`` passes a plain weight to oneDNN; in bf16 every call then reorders it again.
 
     O  outputs      I  inputs
 """
@@ -19,22 +19,23 @@ ROWS = 64
 
 
 def is_mkldnn_weight(weight: Tensor) -> bool:
-    """Whether oneDNN supports a weight with this layout."""
+    """Whether oneDNN can multiply by the weight: it is on a CPU, and torch is built with oneDNN."""
     return weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this build of torch, on this machine, can lay out the weight."""
-    there = hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    """Whether this build of torch can convert the weight to oneDNN's layout on this machine."""
+    names = ("_reorder_linear_weight", "_linear_pointwise")
+    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in names)
     return (
         is_mkldnn_weight(weight)
         and weight.dtype in PACKED_DTYPES
-        and there
+        and has_operators
         and (weight.dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
-def packed(weight_OI: Tensor, bias_O: Tensor | None, *, rows: int = ROWS) -> Product | None:
+def pack_weight(weight_OI: Tensor, bias_O: Tensor | None, *, rows: int = ROWS) -> Product | None:
     """The product with the weight in oneDNN's layout; None where this is not supported, such as on a GPU.
 
     Args:

@@ -1,8 +1,8 @@
-"""Weights with few bits: a table of formats, each with its encoding and its product.
+"""Quantized weights: a table of formats with 8 or 4 bits, each with its encoding and its product.
 
-The linears of the blocks and the head are quantized: in decoding a small model spends most of its reads on them. The
-embedding is not: each token reads one row, so smaller rows save no time, and their error would go through every layer.
-The head of a 4-bit format has 8 bits: its errors go directly into the probabilities.
+The linears of the blocks and the head are quantized, because most of the memory that decoding reads is theirs. The
+embedding is not quantized: each token reads one row, so smaller rows save no time, and their error would go through
+every layer. In a 4-bit format the head has 8 bits, because its errors go directly into the probabilities.
 
     int8   w = q · s, one s for each output; products in the model's dtype
     w8a8   the same weights; each token's input is rounded to 8 bits too, so that the products are of integers
@@ -23,23 +23,26 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.linears.fused_linears import Product
-from superstep.serve.compute.linears.onednn_linear import is_mkldnn_weight, packed
+from superstep.serve.compute.linears.onednn_linear import is_mkldnn_weight, pack_weight
 
 MOST_8 = 127
 """Codes of 8 bits go from -127 to 127, so that a weight and its negative have the same error."""
 
 ZERO_8 = 128
-"""Inputs are unsigned: oneDNN has no fast product of signed ones here (a thousand times slower)."""
+"""The code of an input of 0. Codes of inputs are unsigned: with signed ones oneDNN's product is a thousand times
+slower.
+"""
 
 MOST_4 = 15
 ZERO_4 = 8
 """Codes of 4 bits go from 0 to 15, and 8 stands for the group's ``z``, as in torch's kernels."""
 
-FEW = 32
-"""Rows up to which torch's product of 8-bit weights is faster than a product of codes cast to the dtype."""
+FEW_ROWS = 32
+"""Up to this many rows torch's product of 8-bit weights is faster; above, a product of the codes cast to the dtype is.
+"""
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of a group's range that are tried; clipping a few weights may leave less error for the others."""
+"""Shares of a group's range that ``to_4_bits`` tries: clipping a few weights may reduce the error of the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,8 @@ def to_8_bits(weight_OI: Tensor) -> QuantizedWeight:
 
 
 def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
-    """Codes of 4 bits, one scale for ``group`` inputs; of the ranges in ``CLIPS``, the one with the least squared
-    error.
+    """Codes of 4 bits, one scale for each ``group`` inputs. Of the ranges in ``CLIPS``, each group takes the one with
+    the least squared error.
     """
     w_OGg = weight_OI.float().unflatten(1, (-1, group))
     low, high = w_OGg.amin(2), w_OGg.amax(2)
@@ -85,8 +88,8 @@ def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
         scale = _round_up(2 * half / MOST_4)
         zero = (middle - half + ZERO_4 * scale.float()).bfloat16()
         codes = ((w_OGg - zero.float()[..., None]) / scale.float()[..., None]).round_().add_(ZERO_4).clamp_(0, MOST_4)
-        held = (codes - ZERO_4) * scale.float()[..., None] + zero.float()[..., None]
-        error = (held - w_OGg).square_().sum(2)
+        decoded = (codes - ZERO_4) * scale.float()[..., None] + zero.float()[..., None]
+        error = (decoded - w_OGg).square_().sum(2)
         better = error < least
         least = torch.where(better, error, least)
         best = (
@@ -99,21 +102,21 @@ def to_4_bits(weight_OI: Tensor, group: int) -> QuantizedWeight:
 
 
 def _round_up(scale: Tensor) -> Tensor:
-    """In bf16, rounded up, and never 0."""
+    """The scale in bf16, rounded up, and never 0."""
     up = (scale.clamp(min=torch.finfo(torch.bfloat16).tiny) * (1 + 2.0**-8)).bfloat16()
     near = scale.bfloat16()
     return torch.where(near.float() >= scale.clamp(min=torch.finfo(torch.bfloat16).tiny), near, up)
 
 
-def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
+def int8_product(quantized: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """A product of 8-bit weights, in the input's dtype."""
-    if held.codes.device.type != "cpu":
-        return _product_by_decoding(held, bias_O)
-    codes_OI, scale_O = held.codes, held.scale[:, 0]
+    if quantized.codes.device.type != "cpu":
+        return _product_by_decoding(quantized, bias_O)
+    codes_OI, scale_O = quantized.codes, quantized.scale[:, 0]
 
     def product(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if len(rows) > FEW:
+        if len(rows) > FEW_ROWS:
             # The codes are exact in bf16, so the scales can follow the product.
             many = F.linear(x, codes_OI.to(x.dtype)).mul_(scale_O)
             return many if bias_O is None else many + bias_O
@@ -124,12 +127,12 @@ def int8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     return product
 
 
-def w8a8_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
+def w8a8_product(quantized: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """A product that rounds each token to 8 bits with its own scale; the sum is of integers, and exact."""
-    if not is_mkldnn_weight(held.codes):
-        return _product_by_decoding(held, bias_O)
-    ordered = torch.ops.onednn.qlinear_prepack(held.codes, None)
-    scale_O = held.scale[:, 0].float()
+    if not is_mkldnn_weight(quantized.codes):
+        return _product_by_decoding(quantized, bias_O)
+    ordered = torch.ops.onednn.qlinear_prepack(quantized.codes, None)
+    scale_O = quantized.scale[:, 0].float()
     zero_O = torch.zeros(len(scale_O), dtype=torch.int32)
 
     def product(x: Tensor) -> Tensor:
@@ -150,14 +153,14 @@ def tokens_to_8_bits(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     return (x_TI / scale_T1).round_().add_(ZERO_8).to(torch.uint8), scale_T1
 
 
-def int4_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
+def int4_product(quantized: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """A product of 4-bit weights in groups, in the input's dtype."""
-    assert held.zero is not None
-    if held.codes.device.type != "cpu":
-        return _product_by_decoding(held, bias_O)
-    group = held.codes.shape[1] // held.scale.shape[1]
-    ordered = torch._convert_weight_to_int4pack_for_cpu(held.codes.int(), 1)
-    pairs_GO2 = torch.stack((held.scale.t(), held.zero.t()), -1).contiguous()
+    assert quantized.zero is not None
+    if quantized.codes.device.type != "cpu":
+        return _product_by_decoding(quantized, bias_O)
+    group = quantized.codes.shape[1] // quantized.scale.shape[1]
+    ordered = torch._convert_weight_to_int4pack_for_cpu(quantized.codes.int(), 1)
+    pairs_GO2 = torch.stack((quantized.scale.t(), quantized.zero.t()), -1).contiguous()
 
     def product(x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -168,11 +171,11 @@ def int4_product(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
     return product
 
 
-def _product_by_decoding(held: QuantizedWeight, bias_O: Tensor | None) -> Product:
+def _product_by_decoding(quantized: QuantizedWeight, bias_O: Tensor | None) -> Product:
     """A product for devices without a kernel: it saves memory, not time."""
 
     def product(x: Tensor) -> Tensor:
-        return F.linear(x, held.weight().to(x.dtype), bias_O)
+        return F.linear(x, quantized.weight().to(x.dtype), bias_O)
 
     return product
 
@@ -182,11 +185,11 @@ class WeightFormat:
     """A format of quantized weights.
 
     Attributes:
-        name: as ``serve.quantize`` spells it.
-        bits: of a weight.
+        name: the value of ``serve.quantize``.
+        bits: bits of a weight.
         group: inputs that share a scale; None means all inputs of an output.
-        activations: bits of the inputs; None does not round them.
-        head: the name of the head's format.
+        activations: bits of the inputs; None if they are not rounded.
+        head: the name of the format for the head.
         encode: quantizes a weight.
         product: makes the product.
     """
@@ -200,14 +203,14 @@ class WeightFormat:
     product: Callable[[QuantizedWeight, Tensor | None], Product]
 
     def pack(self, weight_OI: Tensor, bias_O: Tensor | None) -> Product | None:
-        """A ``Pack`` for ``Linears``. A weight with inputs that do not divide into groups is not quantized."""
+        """A ``Pack`` for ``Linears``. A weight is not quantized if its inputs do not divide into groups."""
         if self.group is not None and weight_OI.shape[1] % self.group:
-            return packed(weight_OI, bias_O)
+            return pack_weight(weight_OI, bias_O)
         return self.product(self.encode(weight_OI), bias_O)
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes that a product reads for each weight, without the scales of whole outputs."""
+        """Bytes that a product reads for each weight: its code, and its part of a group's scale and zero."""
         return self.bits / 8 + (0 if self.group is None else 4 / self.group)
 
 
@@ -221,7 +224,7 @@ FORMATS: tuple[WeightFormat, ...] = (
 
 
 def format_named(name: str) -> WeightFormat:
-    """A row of the table.
+    """The format with this name.
 
     Raises:
         ConfigError: no format has this name.
