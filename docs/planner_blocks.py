@@ -208,7 +208,10 @@ def _goodput() -> str:
                 f"{ettr(hazard, plain):.2%} ({drawn[1]:.2%})",
             )
         )
-    names = ("chips", "one fails every", "snapshot, save: steps", "ETTR (simulated)", "save alone", "ETTR (simulated)")
+    names = (
+        *("chips", "one failure every", "steps between snapshots, saves", "ETTR (simulated)"),
+        *("steps between saves, no snapshots", "ETTR (simulated)"),
+    )
     return table(names, rows)
 
 

@@ -48,11 +48,13 @@ class Chip:
     """One accelerator: dense rates, without structured sparsity.
 
     Attributes:
-        name, vendor: as usually written.
+        name: the name of the chip, as its data sheet writes it.
+        vendor: the maker of the chip.
         year: the year of its generation; the choice of kernels depends on it.
         flops_per_s: peak rate of matrix products by number format; the chip does not multiply other formats.
-        measured_share: the best product ever measured in 16 bits, as a share of the peak; None if unpublished.
-        memory_bytes, memory_bytes_per_s: size and rate of its own memory.
+        measured_share: the best published rate of a product in 16 bits, as a share of the peak; None if unpublished.
+        memory_bytes: the size of its own memory.
+        memory_bytes_per_s: the rate of its own memory.
         cores: streaming multiprocessors or their equivalent; a product's tiles run on them in waves.
         launch_s: seconds from the end of a kernel to the start of the next.
         link_bytes_per_s: the rate of all its links to the fast domain together, one direction.

@@ -1,7 +1,7 @@
 """Events: what a run reports, as values, and the sink that they all go to.
 
-    RunStarted  [Resumed]  (StepDone | LossTold | RouterSeen | Rolled | Retried | Evaluated | Saved | RolledBack
-                            | Fingerprinted | Corrupted | Goodput | Warned)*
+    RunStarted  [Resumed]  (StepDone | LossDetails | RouterStats | RolloutStats | Retried | Evaluated | Saved
+                            | RolledBack | Fingerprinted | Corrupted | Goodput | Warned)*
         │                                                                             (RunFinished | RunStopped)
         ▼
       Sink.write        a display, metrics.jsonl, TensorBoard, ... or a Fanout over several of them
@@ -31,7 +31,7 @@ class RunStarted:
     world: int
     """The number of ranks."""
     transport: str
-    """How ranks reach each other; empty where there is one."""
+    """How ranks reach each other; empty if there is only one rank."""
     attention: str = ""
     """What computes attention."""
     layers: str = ""
@@ -50,11 +50,11 @@ class RunStarted:
     that a loss needs first; means over the ranks.
     """
     predicted_bytes: Mapping[str, int] = field(default_factory=dict)
-    """That peak by kind: parameters, gradients, optimizer, and what is temporary within a step."""
+    """``predicted_memory_bytes`` by kind: parameters, gradients, optimizer, and temporary memory of a step."""
     predicted_traffic_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of a step's collectives by mesh axis, on the rank with most."""
+    """Bytes of a step's collectives by mesh axis, on the rank that sends most."""
     snapshot_bytes: int = 0
-    """The most host memory of snapshots, on the fullest rank."""
+    """Host memory for snapshots on the rank that needs most."""
     snapshots_unpinned: str = ""
     """Why rank 0's GPU cannot copy straight into snapshot memory, and copies through the driver's; empty where
     it can.
@@ -70,81 +70,79 @@ class Resumed:
     name: ClassVar[str] = "resumed"
     step: int
     path: str
-    """The checkpoint; empty where there was none, and the run begins again."""
+    """The checkpoint; empty if there was none and the run starts again at step 0."""
     passed_over: tuple[str, ...] = ()
-    """The fault of each newer checkpoint or copy in memory, and where it is now."""
+    """Why each newer checkpoint or snapshot was not used, and where it is now."""
     lost: str = ""
     """The lost rank or host, for a run that continues from a snapshot in memory."""
     lost_at_s: float | None = None
     """When the loss was noticed, on the host's clock."""
     joined: str = ""
-    """The host that came, where nothing was lost and the run continues under a larger plan."""
+    """The host that joined, if the run continues with a larger plan because of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolledBack:
-    """A step was not taken, and the run continues from the state after ``step`` steps; reports of later steps
-    are void.
-    """
+    """A step was refused. The run continues from the state after ``step`` steps; reports of later steps are void."""
 
     name: ClassVar[str] = "rolled_back"
     step: int
     """Finished steps of the state that the run continues from."""
     refused: int
-    """The step that was not taken, or after which the state was found corrupt."""
+    """The refused step; or the step after which the state was corrupt."""
     why: str
-    """The rule that it broke, with the figures."""
+    """The rule that the step broke, with its figures."""
     loss: float
-    """The loss of the step that was not taken."""
+    """The loss of the refused step."""
     grad_norm: float
-    """Its gradient norm before clipping."""
+    """The gradient norm of the refused step, before clipping."""
     source: str
     """Where the state is from: ``memory``, or the path of a checkpoint."""
     passed_over: tuple[str, ...] = ()
-    """The fault of each newer state, in memory or on disk, that was passed over."""
+    """Why each newer state, in memory or on disk, was not used."""
     skip: str
-    """The data that is left out from here on, as a value of ``train.skip``: a run that starts with it computes the
-    same. Empty where the same data is used again.
+    """The data that the run skips from here on, as a value of ``train.skip``: a new run with this value computes the
+    same. Empty if the same data is used again.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprinted:
-    """The state after a step, as sums of its bits: in exact mode the same on every layout."""
+    """Sums of the bits of the state after a step; in exact mode they are the same on every layout."""
 
     name: ClassVar[str] = "fingerprint"
     step: int
     """Finished steps."""
     weights: str
-    """Of the master weights."""
+    """The sum of the master weights."""
     exp_avg: str
-    """Of the first moments."""
+    """The sum of the first moments."""
     exp_avg_sq: str = ""
-    """Of the second moments; empty where the optimizer has none."""
+    """The sum of the second moments; empty if the optimizer has none."""
     gradients: str
-    """Of the gradients of the step's update."""
+    """The sum of the gradients of the step's update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corrupted:
-    """Ranks whose state was not what they had computed, so that the run continues from an earlier state. Or whose copy
-    in memory was damaged, so that it was not saved; the state is copied again.
+    """Bits of some ranks have changed. If the state changed, the run continues from an earlier one. If only a snapshot
+    changed, it is not saved, and the state is copied again.
     """
 
     name: ClassVar[str] = "corrupted"
     step: int
-    """Finished steps when the ranks were known."""
+    """Finished steps when the ranks were identified."""
     found: int
-    """The step after which, or in which, it was found."""
+    """The step in which, or after which, the change was detected."""
     ranks: tuple[int, ...]
-    """The ranks."""
+    """The ranks with changed bits."""
     hosts: tuple[str, ...]
     """The hosts of these ranks."""
     what: str
-    """The tensors."""
+    """The changed tensors."""
     how: Literal["majority", "replay", "at rest", "recomputed", "checksum"]
-    """How it is known: copies outvoted them, the steps were repeated, their own sums changed at rest, other ranks
-    computed another result, or a copy's checksum differs from its source's.
+    """How the ranks were identified: a majority of copies, repeated steps, sums that changed between steps, a second
+    computation by other ranks, or the checksum of a snapshot.
     """
 
 
@@ -167,9 +165,9 @@ class StepDone:
     data_s: float
     """The part of ``step_s`` that waited for the batch."""
     mfu: float | None
-    """Model FLOPs over peak FLOPs, as a share of 1; none where the peak is unknown."""
+    """Model FLOPs over peak FLOPs, as a share of 1; null if the peak is unknown."""
     memory_bytes: int
-    """The highest peak of any rank so far, of its tensors or of its whole process: see ``started``."""
+    """The highest peak of any rank so far; ``memory`` of ``started`` says of what."""
     elapsed_s: float
     """Seconds since this process began to train."""
     tokens_seen: int
@@ -178,20 +176,20 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDetails:
-    """Further numbers of a step's loss: with preferences, for example, the share that was ranked right."""
+    """Further numbers of a step's loss, such as the share of preferences that the model ranks right."""
 
     name: ClassVar[str] = "measures"
     step: int
     """Finished steps, this one included."""
     names: tuple[str, ...]
-    """The names."""
+    """The names of the numbers."""
     values: tuple[float, ...]
-    """The number of each name: a mean over what counts, or a maximum."""
+    """The number for each name: a mean over the tokens or pairs of the loss, or a maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStats:
-    """What the routers of a mixture of experts did in training since their last report."""
+    """The choices of the routers of a mixture of experts, in training since the last report."""
 
     name: ClassVar[str] = "router"
     step: int
@@ -199,9 +197,9 @@ class RouterStats:
     steps: int
     """The number of counted steps."""
     chosen: tuple[tuple[int, ...], ...]
-    """For each layer and expert, the (token, choice) pairs that chose it."""
+    """For each layer and expert, how many (token, choice) pairs chose it."""
     dropped: tuple[tuple[int, ...], ...]
-    """For each layer and expert, the chosen pairs without room."""
+    """For each layer and expert, how many of these pairs found no room."""
     balance: tuple[float, ...]
     """For each layer the balance loss, mean over sequences, not weighted; 1 where the load is even (noisy-topk: 0)."""
     z: tuple[float, ...]
@@ -210,12 +208,12 @@ class RouterStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStats:
-    """What a step of reinforcement learning learnt from."""
+    """The rollouts that a step of reinforcement learning trained on."""
 
     name: ClassVar[str] = "rolled"
     step: int
     reward: float
-    """The mean over all graded answers."""
+    """The mean reward of all graded answers."""
     answers: int
     """Graded answers."""
     lost: int
@@ -223,15 +221,15 @@ class RolloutStats:
     cut: int
     """Answers that were cut at the token limit."""
     uniform: int
-    """Groups whose rewards were all equal."""
+    """Groups of answers with equal rewards."""
     lag: int
-    """How many steps older the sampling weights were than the trained ones."""
+    """By how many steps the weights that sampled are older than those that were trained."""
     drawn_tokens: int
     """Sampled tokens."""
     seconds: float
     """Seconds of the whole iteration, since the step before."""
     measures: Mapping[str, float]
-    """Numbers of the loss for these tokens: ratios, clipped shares, distances."""
+    """Numbers of the loss over these tokens: ratios, clipped shares, distances."""
     at_s: float
     """When the step was done, in seconds since 1970."""
 
@@ -278,12 +276,12 @@ class Warned:
     step: int
     """Finished steps."""
     text: str
-    """What, where, what would help, and what the run does."""
+    """What failed, where, what would help, and what the run does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """How much of the run's time has advanced it so far: after each checkpoint, and at the end."""
+    """The share of the run's time that has advanced it so far; reported after each checkpoint and at the end."""
 
     name: ClassVar[str] = "goodput"
     step: int
@@ -291,13 +289,13 @@ class Goodput:
     ettr: float
     """The effective training time ratio: ``steps_s`` over ``wall_s``."""
     wall_s: float
-    """Seconds since the run's first start, without those in which it did not run."""
+    """Seconds since the run's first start, without the time in which it did not run."""
     steps_s: float
-    """Seconds of the steps that stand."""
+    """Seconds of the steps that count: they were not repeated later."""
     validation_s: float
-    """Seconds of validations that stand; the rest went into starts, waits for checkpoints, and lost work."""
+    """Seconds of the validations that count. The rest is starts, waits for checkpoints, and lost work."""
     at_s: float
-    """When, in seconds since 1970."""
+    """The time of this report, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,18 +307,18 @@ class RunFinished:
     elapsed_s: float
     tokens_seen: int
     step_s: float | None = None
-    """The median step of this process, without its first two; none of fewer than three. Compare it with
+    """The median of this process's steps, without its first two; null if it took fewer than three. Compare it with
     ``predicted_step_s``.
     """
     peak_bytes: int | None = None
-    """The most that tensors took on any rank, to compare with ``predicted_memory_bytes``; none on a CPU, where a
-    process grows by more than its tensors.
+    """The highest peak of tensors on any rank, to compare with ``predicted_memory_bytes``; null on a CPU, where only
+    the whole process is measured.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The run was asked to stop before its last step; its state is saved."""
+    """The run stopped at a request before its last step; its state is saved."""
 
     name: ClassVar[str] = "stopped"
     step: int
@@ -352,10 +350,10 @@ class Sink(Protocol):
     """Receives events."""
 
     def write(self, event: Event) -> None:
-        """Take one event; a sink ignores events that it has no use for. Raises Fault where it cannot keep the event."""
+        """Take one event; a sink ignores events that it does not need. Raises Fault if it cannot store the event."""
 
     def close(self) -> None:
-        """Release what the sink holds. A second call does nothing."""
+        """Release the sink's files. A second call does nothing."""
 
 
 class Fanout:
@@ -369,7 +367,7 @@ class Fanout:
             sink.write(event)
 
     def close(self) -> None:
-        """Close every sink, even where one raises."""
+        """Close every sink, even if one raises."""
         with ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
