@@ -14,11 +14,11 @@ from superstep.tune.rl.initial_policy import check_run
     ("sections", "words"),
     [
         ({"train": TrainConfig(elastic=True)}, r"train\.elastic = true .*set it to false"),
-        ({"state": StateConfig(store="s3://bucket/run")}, r"state\.store with rl\.lag = 1: .*set rl\.lag = 0"),
+        ({"state": StateConfig(store="s3://bucket/run")}, r"state\.store with rl\.window = 1: .*set rl\.window = 0"),
     ],
 )
 def test_what_rl_does_not_do_is_refused(sections, words):
-    rl, rollout = RlConfig(environment="tasks.py", lag=1), RolloutConfig()
+    rl, rollout = RlConfig(environment="tasks.py", lag=1, window=1), RolloutConfig(placement="apart")
     check_run(RunConfig(data=DataConfig(sequence_tokens=512)), rl, rollout)
     with pytest.raises(ConfigError, match=words):
         check_run(RunConfig(data=DataConfig(sequence_tokens=512), **sections), rl, rollout)

@@ -71,10 +71,10 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         raise ConfigError(f"data.sequence_tokens = {config.data.sequence_tokens} has no room for an answer.")
     if config.train.elastic:
         raise ConfigError("train.elastic = true is of superstep train on several hosts; set it to false for tune rl.")
-    if config.state.store is not None and rl.lag:
+    if config.state.store is not None and rl.window:
         raise ConfigError(
-            f"state.store with rl.lag = {rl.lag}: what weights before a checkpoint have sampled is in rollouts.jsonl, "
-            "which no store has, and it cannot be sampled again; set rl.lag = 0, or leave state.store out."
+            f"state.store with rl.window = {rl.window}: which steps have exchanged their tasks is in rollouts.jsonl, "
+            "which no store has; set rl.window = 0, or leave state.store out."
         )
 
 
