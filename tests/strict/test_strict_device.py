@@ -367,6 +367,31 @@ def test_a_fork_of_a_process_that_has_used_the_device_may_not():
     assert "Cannot re-initialize CUDA in forked subprocess" in done.stdout, done.stderr
 
 
+def test_a_fork_finds_no_lock_of_the_device_shut():
+    """A thread of the parent takes it all the time: a kernel ends, the next one begins."""
+    done = run_alone(
+        """
+        import signal
+        x, side = torch.ones(10, device=d), torch.cuda.Stream()
+        for n in range(100):
+            for _ in range(200):
+                x.add_(1)
+            if os.fork() == 0:
+                signal.alarm(10)
+                x.record_stream(side)
+                try:
+                    x + 1
+                except RuntimeError as error:
+                    os._exit("Cannot re-initialize CUDA in forked subprocess" not in str(error))
+                os._exit(2)
+            assert os.wait()[1] == 0, n
+        torch.cuda.synchronize()
+        print(x[0].item())
+        """
+    )
+    assert done.stdout == "20001.0\n", done.stderr
+
+
 def test_it_is_loaded_before_torch_or_not_at_all():
     done = run_alone("load(Settings())")
     assert done.returncode == 1

@@ -227,6 +227,7 @@ inline void refuse_sparse(const c10::OperatorHandle& handle, c10::DispatchKeySet
 }
 
 inline void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet, Stack* stack) {
+  if (state.owner) require_owner();
   TORCH_CHECK(last_error.empty(), "CUDA error: ", std::exchange(last_error, {}));
   Operation call = read_operation(handle, *stack);
   c10::OptionalDeviceGuard guard(call.place());

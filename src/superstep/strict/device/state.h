@@ -134,6 +134,7 @@ struct State {
   std::mt19937_64 random;  // of the order of tasks
   pid_t owner = 0;
   bool is_started = false, is_stopping = false;
+  bool has_kernels = false;  // the thread that runs them has begun
   std::vector<std::unique_ptr<StreamState>> streams;  // the first ones are the devices' default streams
   std::vector<Region> regions;                        // the last one is pinned memory
   std::map<char*, Block*> blocks;

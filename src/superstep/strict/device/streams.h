@@ -4,6 +4,7 @@
 // since what it runs waits for other processes.
 #pragma once
 #include <ATen/Parallel.h>
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 
 #include "caller.h"
@@ -15,6 +16,7 @@ using Lock = std::unique_lock<std::mutex>;
 
 constexpr size_t MOST_QUEUED = 1024;  // as on a GPU, whose host waits where more is launched
 constexpr int MOST_BOUNDED_BLOCKS = 32;  // that communicators with a bound may hold at once
+constexpr auto BEFORE_FORK = std::chrono::seconds(1);  // the longest wait for a kernel
 constexpr auto QUIET = std::chrono::milliseconds(20);  // of a host that issues nothing: "latest" goes on then
 
 inline void require_owner() {
@@ -98,6 +100,8 @@ inline void run_first(StreamState& stream, Lock& lock, int delay_us) {
 inline void run_kernels() {
   at::set_num_threads(1);
   Lock lock(state.lock);
+  state.has_kernels = true;
+  state.changed.notify_all();
   while (!state.is_stopping) {
     std::vector<StreamState*> ready;
     for (auto& stream : state.streams)
@@ -141,6 +145,21 @@ inline void run_communicator(StreamState& stream) {
   }
 }
 
+// A fork copies locks as they are, and none of the threads that would open them: torch's own within a kernel, and the
+// device's. So it comes between two kernels, and has the device's lock. A kernel in Python waits for the interpreter,
+// which whoever forks has: so it is waited for no longer than a moment.
+inline void before_fork() {
+  Lock lock(state.lock);
+  auto is_at_rest = [] {
+    auto runs = [](auto& stream) { return stream->is_busy && !stream->is_communicator; };
+    return state.has_kernels && std::none_of(state.streams.begin(), state.streams.end(), runs);
+  };
+  if (state.owner == getpid() && !state.is_stopping) state.changed.wait_for(lock, BEFORE_FORK, is_at_rest);
+  lock.release();
+}
+
+inline void after_fork() { state.lock.unlock(); }
+
 inline void start() {
   Lock lock = lock_as_owner();
   if (state.is_started) return;
@@ -157,6 +176,7 @@ inline void start() {
   act.sa_sigaction = on_fault;
   act.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &act, &previous_handler);
+  pthread_atfork(before_fork, after_fork, after_fork);
   state.kernels = std::thread(run_kernels);
   state.is_started = true;
 }
