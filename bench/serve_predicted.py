@@ -28,8 +28,9 @@ from superstep.comm.mesh import build_mesh
 from superstep.cost.serve import seconds, way_of
 from superstep.launch.ranks import World, launch_apart
 from superstep.serve.benchmark_steps import Timing, calibrate
-from superstep.serve.build_engine import give_back, open_engine, setting_model, share_cores
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig, plan_of
+from superstep.serve.load_rank import give_back, setting_model, share_cores
 from superstep.serve.scheduling.capacity_forecast import weight_bytes
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import Request, Sampling

@@ -27,9 +27,10 @@ from superstep.launch.ranks import World, launch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.train.proof.all_layouts import layouts
+from superstep.train.proof.compare import Difference
 from superstep.train.proof.prove_exact import write_bits
-from superstep.train.proof.prove_tolerance import Difference, write_reference
 from superstep.train.proof.prove_tolerance import differences as differences_of
+from superstep.train.proof.prove_tolerance import write_reference
 
 STEPS = 2
 TOKENS = 32

@@ -28,6 +28,7 @@ from superstep.cli.grade import grade
 from superstep.cli.main import VERBS, main
 from superstep.cli.measure import measure
 from superstep.cli.plan import serve as plan_serve
+from superstep.cli.plan import serve_prices
 from superstep.cli.prove import prove
 from superstep.cli.scaling import scaling
 from superstep.cli.serve import serve
@@ -36,7 +37,7 @@ from superstep.cli.tune import merge as tune_merge
 from superstep.cli.tune import rl
 from superstep.cli.tune import serve as tune_serve
 from superstep.cli.tune import sft_dpo as tune
-from superstep.cli.view import step_page, view
+from superstep.cli.view import plan_view, step_page
 from superstep.cost.program.flops import parameters
 from superstep.cost.program.time.predict import MachineRates, predict
 from superstep.data.preparation.prepare_lock import LOCK
@@ -209,7 +210,7 @@ def place(tmp_path, saved, monkeypatch):
     (tmp_path / "row.toml").write_text(row[1], encoding="utf-8")
     measured = '[chip]\nbase = "H100"\ncopies = [{bytes = 1000000000, bytes_per_s = 3e12}]\n'
     (tmp_path / "machine.toml").write_text("chips = 8\n" + measured, encoding="utf-8")
-    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
+    monkeypatch.setattr(plan_view, "measure", lambda run, device, operations: MACHINE)
     # A page has its own plan; those beside it, which no argument changes, are not simulated.
     monkeypatch.setattr(step_page, "MOST_INSTRUCTIONS", 0)
     monkeypatch.setattr("webbrowser.open", lambda url: True)
@@ -246,7 +247,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(tune_merge, "weights_of", begin)
     monkeypatch.setattr(tune_serve, "find_model", begin)
     monkeypatch.setattr(measure, "launch_on", begin)
-    monkeypatch.setattr(plan_serve, "calibrate", begin)
+    monkeypatch.setattr(serve_prices, "calibrate", begin)
     monkeypatch.setattr(plan_serve, "_model", lambda name: ("demo" if name.startswith("runs") else name, None))
     monkeypatch.setattr(grade, "Pool", begin)
     monkeypatch.setattr(rl, "run", begin)

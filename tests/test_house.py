@@ -41,3 +41,14 @@ def test_each_figure_counts_its_one(figures):
 def test_what_is_a_participle():
     assert all(map(house.is_participle, ("told", "_held", "checked_dtype", "found_in")))
     assert not any(map(house.is_participle, ("read_lines", "need", "feed_rows", "split", "tell", "embed")))
+
+
+def test_a_file_that_imports_21_others_is_wide(tmp_path):
+    folder = tmp_path / "pack"
+    folder.mkdir()
+    for number in range(21):
+        (folder / f"part_{number}.py").write_text("X = 1\n")
+    lines = [f"from pack.part_{number} import X\n" for number in range(21)]
+    (folder / "narrow.py").write_text("".join(lines[:20]))
+    (folder / "wide.py").write_text("".join(lines))
+    assert house.wide_files(house.read_package(folder), "pack") == {"wide": 21}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import house
 import superstep
 
 ORDER = (
@@ -171,6 +172,11 @@ def test_inner_rooms_import_one_way():
     rooms = {room(module_of(path)) for path in MODULES if module_of(path).count(".") == 2}
     between = {(room(one), room(other)) for one, other in arrows()}
     assert ring({(one, other) for one, other in between if one != other and {one, other} <= rooms}) == []
+
+
+def test_no_file_imports_more_than_20_others():
+    """One that would has a concept without a name: give that a file, with a reason of its own."""
+    assert house.wide_files(house.read_package(PACKAGE), "superstep") == {}
 
 
 def test_a_planted_ring_is_seen():

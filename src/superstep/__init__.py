@@ -20,7 +20,7 @@ FUNCTIONS = {
     "tune_dpo": "superstep.run.api.functions",
     "tune_rl": "superstep.run.api.functions",
     "serve": "superstep.run.api.serve",
-    "prove": "superstep.run.api.functions",
+    "prove": "superstep.run.api.proof",
     "plan": "superstep.planner.ranking.rank_layouts",
 }
 """The module of each function."""

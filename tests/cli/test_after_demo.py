@@ -8,7 +8,7 @@ import pytest
 from superstep.cli.train import train
 from superstep.plan.config import RunConfig, TrainConfig
 from superstep.plan.config_io import write_config
-from superstep.run import job, launch_ranks
+from superstep.run import launch_ranks, prepare_job
 from superstep.state.manifest import Position
 from superstep.train.run_folder import run_directory
 from superstep.train.run_folder.run_paths import RunFolder
@@ -36,12 +36,12 @@ def test_a_demo_is_proven_at_its_end(done, was_to_do, is_stopped, wanted, tmp_pa
     monkeypatch.setattr(
         run_directory, "choose", lambda run: (run, folder, None if done is None else Path("checkpoint"))
     )
-    monkeypatch.setattr(job, "newest", lambda checkpoints: Path("checkpoint"))
-    monkeypatch.setattr(job, "read_position", lambda path: Position(step=done))
-    monkeypatch.setattr(train, "_tokens", lambda run, folder, checkpoint: tmp_path)
-    monkeypatch.setattr(job, "_say_passes", lambda run, corpus, console: None)  # there is no text
+    monkeypatch.setattr(prepare_job, "newest", lambda checkpoints: Path("checkpoint"))
+    monkeypatch.setattr(prepare_job, "read_position", lambda path: Position(step=done))
+    monkeypatch.setattr(train, "tokens_of", lambda run, folder, checkpoint: tmp_path)
+    monkeypatch.setattr(prepare_job, "_say_passes", lambda run, corpus, console: None)  # there is no text
     monkeypatch.setattr(launch_ranks, "launch_on", lambda device, world, rank, job, console: is_stopped)
-    monkeypatch.setattr(train, "_after_demo", lambda job: proofs.append("proof") or 0)
+    monkeypatch.setattr(train, "after_demo", lambda job: proofs.append("proof") or 0)
     flags = ["--state.dir", "run", "--state.existing", "resume", "--train.steps", "90"]
     assert (train.main(flags), proofs) == wanted
     assert ("no state to resume from" in capsys.readouterr().err) is is_stopped

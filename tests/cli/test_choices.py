@@ -17,7 +17,7 @@ from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
-from superstep.run.job import passes_of_a_step
+from superstep.run.prepare_job import passes_of_a_step
 from superstep.tune.config import TuneConfig
 from superstep.tune.initial_model import start_from
 from superstep.tune.rl.config import RlConfig, RlRecipe

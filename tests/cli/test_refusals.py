@@ -121,7 +121,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_text_is_prepa
     def prepared(*_, **__):
         raise ConfigError("prepared")
 
-    monkeypatch.setattr("superstep.cli.train.train.prepare_with_progress", prepared)
+    monkeypatch.setattr("superstep.cli.train.make_tokens.prepare_with_progress", prepared)
     flags = ["train", "run.toml", "--train.steps", "100", "--state.save-every", "10"]
     assert main([*flags, "--state.keep", "3"]) == 2
     said = capsys.readouterr().err

@@ -14,7 +14,7 @@ import told_runs
 from plans import SCHEDULES, plan_of, plans
 from predicted_runs import MEASURED, keep_predicted_from
 from superstep.cli.main import main
-from superstep.cli.view import step_page, view
+from superstep.cli.view import plan_view, step_page
 from superstep.cost.program.time.predict import MachineRates, predict
 from superstep.cost.program.time.prediction_file import read_predicted_from
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
@@ -40,7 +40,7 @@ CONFIG = RunConfig(
 
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch, tmp_path):
-    monkeypatch.setattr(view, "measure", lambda run, device, operations: MACHINE)
+    monkeypatch.setattr(plan_view, "measure", lambda run, device, operations: MACHINE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -120,7 +120,7 @@ def test_the_launcher_of_ranks_on_gpus_has_no_context(host, tmp_path, monkeypatc
     # A run as well, from its arguments to the launch; what fits is for the ranks to say.
     runs.make_files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train_verb, "_after_demo", lambda job: 0)
+    monkeypatch.setattr(train_verb, "after_demo", lambda job: 0)
     assert main(["train", "run.toml", "--plan.dp", "2"]) == 0
     assert started == [(1, "cuda"), (2, "cuda"), (2, "cuda")]
     assert not found.contexts

@@ -29,10 +29,11 @@ from superstep.model.peft_adapter import linears_of, write_adapter
 from superstep.serve.api import admin as admin_module
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.app import make_app
-from superstep.serve.build_engine import load_rank, open_both
+from superstep.serve.build_engine import open_both
 from superstep.serve.compute import lora as adapters_module
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.files.reader import BackgroundReader
+from superstep.serve.load_rank import load_rank
 from superstep.serve.processes import admin_commands as deeds_module
 from superstep.serve.processes.admin_commands import AdminCommands
 from superstep.serve.processes.worker import obey

@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from superstep.comm.device import Device
 from superstep.kernels.amx_weight_grad import has_tiles
 from superstep.model.hf import open_weights
-from superstep.serve.build_engine import load_rank
 from superstep.serve.compute.compiled import compiled_exact
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.torch_forward import TorchForward
 from superstep.serve.config import ServeConfig
+from superstep.serve.load_rank import load_rank
 
 SIZES = {
     "vocab_size": 200,

@@ -16,11 +16,12 @@ from superstep.model.peft_adapter import Adapter, read_adapter, write_adapter
 from superstep.model.peft_config import CONFIG
 from superstep.serve.api.backend_errors import refused_by_backend
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import load_rank, open_both, open_engine
+from superstep.serve.build_engine import open_both, open_engine
 from superstep.serve.compute import lora as placing
 from superstep.serve.compute import lora_kernels as computing
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
+from superstep.serve.load_rank import load_rank
 from superstep.serve.scheduling import request_state
 from superstep.serve.scheduling.lora_registry import check_names, folders_of
 from superstep.serve.scheduling.request import Request, Sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superstep.errors import ConfigError
-from superstep.serve.build_engine import require_pages
+from superstep.serve.load_rank import require_pages
 
 
 def test_a_context_that_fits_is_named_where_there_is_one():

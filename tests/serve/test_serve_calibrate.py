@@ -10,7 +10,7 @@ from superstep.serve.config import ServeConfig
 
 
 def test_engines_of_exact_mode_all_have_a_servers_threads(monkeypatch, tmp_path):
-    monkeypatch.setattr("superstep.serve.build_engine.cores", lambda: 2)
+    monkeypatch.setattr("superstep.serve.load_rank.cores", lambda: 2)
     monkeypatch.setattr(benchmark_steps, "BATCHES", (1,))
     monkeypatch.setattr(benchmark_steps, "CONTEXT", 32)
     had, opened = [], benchmark_steps.open_engine

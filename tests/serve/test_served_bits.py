@@ -13,10 +13,11 @@ from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
-from superstep.serve.build_engine import load_rank, open_engine
+from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.drafting.speculate import Speculation
+from superstep.serve.load_rank import load_rank
 from superstep.train.proof.prove_exact import write_bits
 from superstep.train.proof.prove_serving import (
     KnownTexts,

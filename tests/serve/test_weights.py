@@ -22,7 +22,7 @@ from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import KnownModel, load_rank, open_both, open_engine
+from superstep.serve.build_engine import open_both, open_engine
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows, to_numbers
 from superstep.serve.compute.kv_cache import KvCache
@@ -33,6 +33,7 @@ from superstep.serve.compute.runner.weight_update import RankMemory
 from superstep.serve.config import ServeConfig
 from superstep.serve.files import weights as weights_module
 from superstep.serve.files.weights import MARK, hold, open_source, publish, snapshots, version_of, weights_in_memory
+from superstep.serve.load_rank import KnownModel, load_rank
 from superstep.serve.scheduling.engine_messages import ChangeWeights, Pause, Resume, Sleep, Wake
 from superstep.serve.scheduling.kv_pages import root_key
 from superstep.serve.scheduling.request import Request, Sampling

@@ -86,7 +86,7 @@ def test_preferences_are_learnt_as_on_the_cpu(place, monkeypatch, layout):
 
 
 def test_a_gpu_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(measure, "_rank", strict_runs.measured)
+    monkeypatch.setattr(measure, "measure_rank", strict_runs.measured)
     out = tmp_path / "cluster.toml"
     assert main(["measure", "--quick", "--device", "cuda", "--ranks", "2", "--dtype", "bf16", "--out", str(out)]) == 0
     cluster = read_cluster(out)

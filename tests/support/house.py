@@ -19,6 +19,8 @@ from pathlib import Path
 
 MOST_STATEMENT_LINES = 60
 """A function of more lines than this is long."""
+MOST_IMPORTED = 20
+"""A file that imports more of the package's modules is wide: it puts together what has no name yet."""
 SHARED_LINES = 6
 """Lines in a row that stand in two places are written twice."""
 BANNED = ("told", "asked", "found", "seen", "hears", "said", "tells", "stands", "mended", "foreseen", "deed", "lesson")
@@ -134,6 +136,17 @@ def imports(module: Module, names: set[str], package: str) -> set[str]:
     return (found & names) - {module.name}
 
 
+def fan_out(modules: list[Module], package: str) -> Counter[str]:
+    """How many of the package's modules each of them imports."""
+    names = {module.name for module in modules}
+    return Counter({module.name: len(imports(module, names, package)) for module in modules})
+
+
+def wide_files(modules: list[Module], package: str) -> dict[str, int]:
+    """Modules that import more than ``MOST_IMPORTED`` others, and how many."""
+    return {name: count for name, count in fan_out(modules, package).items() if count > MOST_IMPORTED}
+
+
 def rings_of_folders(edges: dict[str, set[str]], folders: dict[str, str]) -> list[tuple[str, ...]]:
     """Folders that reach each other by imports, themselves or by others; each ring once.
 
@@ -210,7 +223,6 @@ def measure(folder: Path) -> dict[str, object]:
     edges = {module.name: imports(module, names, folder.name) for module in modules}
     folders = {module.name: str(module.path.parent) for module in modules}
     rows = files_in_a_row(modules)
-    fan_out = Counter({module: len(imported) for module, imported in edges.items()})
     nested = [ring for ring in rings_of_folders(edges, folders) if any(_is_inner(ring))]
     return {
         "files": len(modules),
@@ -221,7 +233,7 @@ def measure(folder: Path) -> dict[str, object]:
         "functions": sum(1 for module in modules for _ in functions(module)),
         "functions named by a participle": len(participles(modules)),
         "banned words in names": dict(banned_words(modules).most_common()),
-        "fan-out, most": dict(fan_out.most_common(5)),
+        "fan-out, most": dict(fan_out(modules, folder.name).most_common(5)),
         f"functions above {MOST_STATEMENT_LINES} lines": long_functions(modules),
         "folders that import their own rooms in a ring": [" - ".join(ring) for ring in nested],
         "lines written twice": lines_written_twice(modules),

@@ -11,7 +11,7 @@ from superstep.data import prefetch
 from superstep.data import token_stream as stream_module
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
-from superstep.train import corpus_trainer, loop, trainer
+from superstep.train import corpus_trainer, loop, run_state
 from superstep.train.corpus_trainer import CorpusTrainer
 
 
@@ -101,13 +101,13 @@ def updates_not_counted():
 
 
 def saved_in_bf16():
-    inner = trainer.save
+    inner = run_state.save
 
     def save(place, pieces, *args, **rest):
         rounded = [replace(p, values=p.values.bfloat16().float()) if p.kind == "weight" else p for p in pieces]
         return inner(place, rounded, *args, **rest)
 
-    return mock.patch.object(trainer, "save", save)
+    return mock.patch.object(run_state, "save", save)
 
 
 def parameters_not_refreshed():

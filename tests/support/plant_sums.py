@@ -147,4 +147,4 @@ def every_copy_counted():
     def ranges(self, unit, b):
         return [(slot.start + low - b.start, slot.start + high - b.start) for slot, low, high in b.held()]
 
-    return mock.patch.object(Engine, "_owned_ranges", ranges)
+    return mock.patch.object(Engine, "owned_ranges", ranges)

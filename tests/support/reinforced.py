@@ -40,7 +40,9 @@ from superstep.tune.program.order import issue_order
 from superstep.tune.rl import rollout_worker as seat_module
 from superstep.tune.rl.colocated import ColocatedRank, reinforce
 from superstep.tune.rl.config import RlConfig, RolloutConfig
-from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
+from superstep.tune.rl.disaggregated.disaggregated import worlds_of
+from superstep.tune.rl.disaggregated.sampler_rank import sample_apart
+from superstep.tune.rl.disaggregated.trainer_rank import train_apart
 from superstep.tune.rl.initial_policy import with_start
 from superstep.tune.rl.job import RlJob, job_of, serve_of
 from superstep.tune.rl.rollout_log import RolloutLog

@@ -3,9 +3,10 @@
 from contextlib import contextmanager
 
 from superstep.comm.mesh import build_mesh
-from superstep.serve.build_engine import load_rank, open_both
+from superstep.serve.build_engine import open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import plan_of
+from superstep.serve.load_rank import load_rank
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 

@@ -16,11 +16,11 @@ import pytest
 import measured_little
 import runs
 from strict_ranks import device_module
-from superstep.cli.measure import measure
+from superstep.cli.measure import measure_rank
 from superstep.comm.objects import gather
-from superstep.engine.engine import Engine
 from superstep.engine.flat import snapshots
 from superstep.engine.measure import probe_kernels
+from superstep.engine.step_update import StepUpdate
 from superstep.strict.load import configure
 from superstep.strict.monitor import Monitor, Report
 from superstep.strict.settings import Settings
@@ -55,15 +55,15 @@ def rank_whose_copies_choose_no_gpu(world, job, console):
 
 def rank_that_dies(world, job, console):
     """Rank 1 is killed within its fourth step, while the others wait for what it should send. Once."""
-    update = Engine._update
+    update = StepUpdate.run
 
-    def dies(engine, *args):
-        if engine.optimizer.steps == DIES_AFTER:
+    def dies(step, *args):
+        if step.optimizer.steps == DIES_AFTER:
             os.kill(os.getpid(), signal.SIGKILL)
-        return update(engine, *args)
+        return update(step, *args)
 
     if world.rank == 1 and job.recovered is None:
-        Engine._update = dies
+        StepUpdate.run = dies
     return rank(world, job, console)
 
 
@@ -73,8 +73,8 @@ def measured(world, *args):
     """
     monitor = Monitor(world.device.index)
     quicker = partial(probe_kernels.TimingOptions, clock=lambda: time.perf_counter() / 1000)
-    with measured_little.measuring_little(), mock.patch.object(measure, "TimingOptions", quicker):
-        found = measure._rank(world, *args)
+    with measured_little.measuring_little(), mock.patch.object(measure_rank, "TimingOptions", quicker):
+        found = measure_rank.measure_rank(world, *args)
     reports = gather(monitor.report(), Report)
     assert [(each.races, each.contexts) for each in reports] == [({}, {rank}) for rank in range(world.size)]
     return found

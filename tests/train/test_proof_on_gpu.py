@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import small
-from superstep.cli.prove import prove as verb
+from superstep.cli.prove import within_tolerance as verb
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import resolve
 from superstep.run import prove_layout as proof
 from superstep.train.proof import prove_tolerance
-from superstep.train.proof.prove_tolerance import Difference, prove
+from superstep.train.proof.compare import Difference
+from superstep.train.proof.prove_tolerance import prove
 
 KINDS = ("loss", "gradient", "norm", "update")
 
@@ -74,7 +75,7 @@ def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp
     for module in (verb, proof):
         monkeypatch.setattr(module, "launch_on", launched)
     with suppress(EOFError):
-        verb.run_one(resolve(small.config()), tmp_path, steps=1)
+        verb.prove_one(resolve(small.config()), tmp_path, steps=1)
     with suppress(EOFError):
         verb.prove_layouts(small.config(), 1, tmp_path, steps=1)
     assert seen == [kept, kept]

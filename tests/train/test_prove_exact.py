@@ -17,9 +17,8 @@ from superstep.comm.objects import RankPeers
 from superstep.engine import executor
 from superstep.engine.engine import Engine
 from superstep.engine.exact import linear as exact_linear
-from superstep.engine.exact import modules as exact
-from superstep.engine.exact import swiglu
-from superstep.engine.exact.modules import require_exact
+from superstep.engine.exact import machine_check, swiglu
+from superstep.engine.exact.machine_check import require_exact
 from superstep.errors import ConfigError, Fault
 from superstep.launch.ranks import World
 from superstep.model.axes import units
@@ -269,12 +268,12 @@ def _prove_close(rank, world, run, folder):
 
 def test_a_machine_that_cannot_keep_the_promise_is_refused():
     with (
-        mock.patch.object(exact, "difference", return_value="a softmax of 7 rows has other bits than of more"),
+        mock.patch.object(machine_check, "difference", return_value="a softmax of 7 rows has other bits than of more"),
         pytest.raises(
             ConfigError, match=r"numerics.exact = true cannot be kept .*softmax.* Set numerics.exact = false"
         ),
     ):
-        require_exact(torch.float32, Device("cpu"))
+        require_exact("fp32", Device("cpu"))
 
 
 def _steps_at(rank, world, runs, scales):

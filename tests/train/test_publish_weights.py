@@ -20,10 +20,11 @@ from superstep.model.hf import FILE, open_weights
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import load_rank, open_both
+from superstep.serve.build_engine import open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig
 from superstep.serve.files.weights import MARK, version_of
+from superstep.serve.load_rank import load_rank
 from superstep.serve.scheduling.request import Sampling
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position

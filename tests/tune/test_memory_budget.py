@@ -16,8 +16,9 @@ from superstep.model.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.build_engine import open_both
+from superstep.train.weights.checkpoint_files import files_beside_start
 from superstep.tune.rl.disaggregated import disaggregated
-from superstep.tune.rl.job import RlJob, beside, serve_of, with_room
+from superstep.tune.rl.job import RlJob, serve_of, with_room
 from superstep.tune.rl.memory_budget import pages_apart, pages_for, sizes_of
 from superstep.tune.rl.policy_trainer import PolicyTrainer
 
@@ -29,7 +30,9 @@ def start(tmp_path_factory):
 
 def held(rank: int, size: int, job: RlJob) -> tuple[int, int, int, int]:
     """Bytes of the tensors that a rank has: its trainer's, its sampler's weights and keys; and of a snapshot."""
-    trainer = PolicyTrainer(World(rank, size, Device("cpu")), job.run, job.folder, beside(job))
+    trainer = PolicyTrainer(
+        World(rank, size, Device("cpu")), job.run, job.folder, files_beside_start(job.run, job.start)
+    )
     trainer.start(None, job.start)
     ours = trainer._engine.bytes()
     trained = ours.params + ours.gradients + ours.optimizer

@@ -20,7 +20,9 @@ from superstep.observe.jsonl import last_line, read
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.train.weights import publish_weights
 from superstep.tune.rl.colocated import reinforce
-from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
+from superstep.tune.rl.disaggregated.disaggregated import worlds_of
+from superstep.tune.rl.disaggregated.sampler_rank import sample_apart
+from superstep.tune.rl.disaggregated.trainer_rank import train_apart
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.rollout_log import NAME
 from superstep.tune.rl.rollout_worker import RolloutWorker

@@ -6,8 +6,7 @@ import os
 
 from superstep.cli.arguments.hosts import TORCHRUN
 from superstep.launch.network_interface import interface_of
-from superstep.run.hosts.hosts import Hosts
-from superstep.run.hosts.multi_host import own_address
+from superstep.run.hosts.hosts import Hosts, own_address
 
 
 def join_hosts(hosts: Hosts) -> str:

@@ -16,8 +16,9 @@ from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.run.serving.served_model import refuse_adapter
 from superstep.serve.batch_generate import generate
-from superstep.serve.build_engine import KnownModel, open_engine
+from superstep.serve.build_engine import open_engine
 from superstep.serve.config import ServeConfig
+from superstep.serve.load_rank import KnownModel
 from superstep.serve.scheduling.request import Sampling, cut_text
 from superstep.state.checkpoint_dirs import checkpoints, step_of
 from superstep.state.verify import verify_weights

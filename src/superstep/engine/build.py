@@ -11,20 +11,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from superstep.comm.mesh import Mesh
 from superstep.engine.attention.choose_attention import SequenceView, build_sight
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
-from superstep.engine.exact.modules import ExactLayers, build_exact_loss, grid_of
+from superstep.engine.exact.layer_settings import ExactLayers, grid_of
+from superstep.engine.exact.modules import build_exact_loss
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.step_context import StepContext
+from superstep.engine.token_metrics import sees_part
 from superstep.model.custom.inspect import UnitOutput, passed
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import RangeExcess
-from superstep.plan.model.outline import Outline
-from superstep.plan.resolution.resolve import Plan, Resolved
+from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.parameters import columns_of, has_cut_output
 
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]
@@ -101,11 +102,6 @@ def _layer_context(run: Resolved, mesh: Mesh, unit: int, sums: GradientSums, exa
     )
 
 
-def sees_part(plan: Plan, outline: Outline) -> bool:
-    """Whether each tp rank computes the loss of its own part of the sequence."""
-    return plan.sequence_parallel and not has_cut_output(outline, plan.rules)
-
-
 def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
     """Parameters by global name: units that name the same tensor share it."""
     every = [b for unit in buffers.values() for b in unit]
@@ -173,7 +169,7 @@ def _loss(
         is_fused=layer_kernels(run, mesh.device) != "torch",
         given=spec.loss,
     )
-    return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(plan, run.outline) else loss
+    return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(run) else loss
 
 
 def _boundaries(

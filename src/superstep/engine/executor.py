@@ -20,7 +20,7 @@ from superstep.engine.build_modules import Compute, Loss
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
 from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradient
-from superstep.engine.layers.implementation import Choice
+from superstep.engine.layers.implementation import Choice, names_of
 from superstep.engine.step_context import StepContext, StepResult
 from superstep.model.custom.inspect import UnitOutput
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
@@ -68,6 +68,11 @@ class RankUnits:
     begin: Callable[[StepContext, int], None]
     excess: RangeExcess
     sight: Callable[[Tensor | None], SequenceView]
+
+    @property
+    def layers(self) -> str:
+        """Implementations of the layers, on one line."""
+        return names_of(choice for chosen in self.chosen.values() for choice in chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,23 +78,24 @@ class PiecemealEngine(Engine):
         Raises:
             DataError: a stream is missing, or of another shape than the targets.
         """
-        metrics = self._watching(objective, [microbatch], keeps=True)
+        metrics = self._watch(objective, [microbatch], keeps=True)
         context = StepContext(
             program=self._gradient_program,
             microbatches=[microbatch],
             metrics=metrics,
             scale=self._scale,
+            number=self.optimizer.steps + 1,
             is_training=True,
         )
         return self._result(microbatch, metrics, self._executor.run(context).loss)
 
     def look(self, microbatch: Microbatch, objective: Objective) -> PassResult:
         """The same without a gradient."""
-        metrics = self._watching(objective, [microbatch], keeps=True)
+        metrics = self._watch(objective, [microbatch], keeps=True)
         return self._result(microbatch, metrics, self._evaluate(metrics, [microbatch]))
 
     def _result(self, microbatch: Microbatch, metrics: TokenMetrics, loss: Tensor) -> PassResult:
-        measures = self._mean_measures(metrics, self._to_sum(metrics, loss)[1:].tolist())
+        measures = metrics.decode(metrics.numbers(loss).tolist())
         logp = metrics.kept(0).view(microbatch.targets.shape)
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 
@@ -111,7 +112,7 @@ class PiecemealEngine(Engine):
         """
         scale, nothing = self._scale, torch.zeros(1, dtype=torch.float64, device=self.mesh.device.torch)
         try:
-            square, _, _ = self.optimizer.sums(nothing, self._excess)
+            square, _, _ = self.optimizer.sums(nothing, self._update.excess)
             norm = math.sqrt(square)
             if not math.isfinite(norm):
                 raise Fault(f"the gradients have norm {norm}: no update was made; look at the weights and advantages.")
@@ -125,10 +126,9 @@ class PiecemealEngine(Engine):
 
     def drop_gradients(self) -> None:
         """Zero the gradients."""
-        self._excess.clear()
-        for _, b in self._each():
-            if not b.is_frozen:
-                b.zero_gradient()
+        self._update.excess.clear()
+        for b in self.trained_buffers():
+            b.zero_gradient()
 
 
 def _without_update(program: Program) -> Program:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
-from superstep.engine.exact.modules import ExactLayers, exact_layers
+from superstep.engine.exact.layer_settings import ExactLayers
+from superstep.engine.exact.modules import exact_layers
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, fused_layers
 from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install

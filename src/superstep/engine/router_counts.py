@@ -1,4 +1,4 @@
-"""Router statistics of all ranks over several steps.
+"""The routing of tokens to experts: their exchange between ranks, and router statistics over several steps.
 
 Each rank adds up its own microbatches on its device, without a wait; the ranks are summed only on request, once every
 few steps, in one collective of layers · (2·E + 2) numbers.
@@ -13,8 +13,11 @@ import torch
 
 from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Mesh
-from superstep.model.expert_dispatch import LayerRouterCounts
+from superstep.engine.parallel.expert import build_exchange
+from superstep.engine.step_context import StepContext
+from superstep.model.expert_dispatch import DispatchContext, LayerRouterCounts
 from superstep.plan.model.shape import MoeShape
+from superstep.plan.resolution.resolve import Resolved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +80,39 @@ class RouterCounts:
             balance=tuple(mean[:, 0].tolist()),
             z=tuple(mean[:, 1].tolist()),
         )
+
+
+class ExpertRouting:
+    """The routing of one rank.
+
+    Args:
+        run: the resolved run.
+        mesh: the launched ranks.
+
+    Attributes:
+        exchange: of tokens with the ranks that hold experts.
+        counts: of the training steps; None without experts.
+    """
+
+    def __init__(self, run: Resolved, mesh: Mesh) -> None:
+        moe, train = run.decoder.moe if run.decoder else None, run.config.train
+        self._microbatch, self._seed, self._dp = run.plan.microbatch, train.seed, (mesh.at.dp, mesh.shape.dp)
+        self.exchange = build_exchange(run, mesh)
+        self.counts = RouterCounts(moe, run.shape.layers, train.batch_sequences, mesh) if moe else None
+
+    def begin(self, context: StepContext, m: int) -> None:
+        """Set the sequences of the ``m``-th microbatch in the exchange."""
+        (place, ways), count = self._dp, len(context.microbatches)
+        first = (place * count + m) * self._microbatch
+        self.exchange.now = DispatchContext(
+            sequences=tuple(range(first, first + self._microbatch)),
+            batch_sequences=count * self._microbatch * ways,
+            seed=self._seed,
+            step=context.number - 1 if context.is_training else None,
+        )
+
+    def end(self, *, is_counted: bool) -> None:
+        """Add the statistics of a program's run, or drop them."""
+        counts = self.exchange.take_counts()
+        if self.counts is not None and is_counted:
+            self.counts.add(counts)

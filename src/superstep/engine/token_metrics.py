@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from superstep.comm.collectives import gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
 from superstep.engine.microbatch import Microbatch
-from superstep.errors import DataError
-from superstep.numerics.fixed_point import exact_loss_sum
+from superstep.errors import ConfigError, DataError
+from superstep.model.unit import UnitSpec
+from superstep.numerics.fixed_point import exact_loss_sum, require_exact_loss
+from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CrossEntropy, LossTarget, Objective, TrainedTokens
+from superstep.plan.resolution.resolve import Resolved
+from superstep.plan.sharding.parameters import has_cut_output
+from superstep.plan.sharding.sequence import positions
 
 WEIGHTS_MEND = "Or weights and advantages are too large for the divisor of the step, which is to be of their size."
 TOKENS = "tokens"
@@ -31,6 +37,11 @@ def require_divisor(divisor: float) -> float:
             "out a step in which no token counts."
         )
     return divisor
+
+
+def sees_part(run: Resolved) -> bool:
+    """Whether each tp rank computes the loss of its own part of the sequence."""
+    return run.plan.sequence_parallel and not has_cut_output(run.outline, run.plan.rules)
 
 
 def _require_streams(objective: Objective, microbatches: Sequence[Microbatch]) -> None:
@@ -53,10 +64,11 @@ class TokenMetrics:
     Sums are of numbers on a grid, as the loss of exact mode, so that their order does not matter.
 
     Args:
+        run: the resolved run.
+        mesh: the launched ranks.
+        last: the model's last unit.
         objective: of a log-probability.
         microbatches: of this data-parallel rank.
-        mesh: the launched ranks.
-        is_exact: whether the losses' sum must stay within a range, which losses of both signs do not show.
         keeps: whether log-probabilities are kept.
         temperature: divides the logits.
 
@@ -66,21 +78,35 @@ class TokenMetrics:
 
     Raises:
         DataError: a stream is missing, or is no fp32 number for each target.
+        ConfigError: the last unit has a loss of its own, which supports no streams and objectives.
     """
 
     def __init__(
         self,
+        run: Resolved,
+        mesh: Mesh,
+        last: UnitSpec,
         objective: Objective,
         microbatches: Sequence[Microbatch],
-        mesh: Mesh,
         *,
-        is_exact: bool = False,
         keeps: bool = False,
         temperature: float = 1.0,
     ) -> None:
         _require_streams(objective, microbatches)
         self.is_plain = isinstance(objective, CrossEntropy) and "weights" not in microbatches[0].streams
-        self.sees = keeps or bool(objective.sums or objective.maxima) or (is_exact and not self.is_plain)
+        # In exact mode the losses' sum must stay within a range, which losses of both signs do not show.
+        self._is_exact = run.plan.grain is not None
+        self.sees = keeps or bool(objective.sums or objective.maxima) or (self._is_exact and not self.is_plain)
+        if (self.sees or not self.is_plain or temperature != 1.0) and last.loss is not None:
+            raise ConfigError(
+                f"unit '{last.name}' has a loss of its own, which says nothing of single tokens: give it no "
+                "streams, no objective and no temperature, or leave its loss out."
+            )
+        self._sees_part = sees_part(run)
+        # Where every tp rank computed the same loss, one of them counts it.
+        self._is_counted = mesh.at.tp == 0 or self._sees_part
+        self._has_last_unit = mesh.at.pp == run.plan.placement[-1]
+        self._microbatches = microbatches
         self._objective = objective
         self._keeps = keeps
         self._temperature = temperature
@@ -116,36 +142,98 @@ class TokenMetrics:
         """The log-probabilities of the ``m``-th microbatch's tokens in a row."""
         return torch.cat(self._kept[m])
 
-    @property
-    def has_kept(self) -> bool:
-        """Whether this rank has kept any token."""
-        return bool(self._kept)
+    def own_logprobs(self) -> list[Tensor]:
+        """The kept log-probabilities of this rank's microbatches, fp32, in their order and of the targets' shape; zero
+        for ignored targets. None on ranks without the last unit. The tp ranks call this together.
+        """
+        if not self._kept:
+            return []
+        tp = self._mesh.tp if self._sees_part else None
+        logprobs = []
+        for m, microbatch in enumerate(self._microbatches):
+            rows, *dims = microbatch.targets.shape
+            if tp is None:
+                logprobs.append(self.kept(m).view(rows, *dims))
+            else:
+                logprobs.append(gather_sequence(self.kept(m).view(rows, dims[0] // tp.size(), *dims[1:]), tp))
+        return logprobs
+
+    def logprobs(self) -> Tensor:
+        """The kept log-probabilities of the whole global batch, [rows, S] and fp32, the same on every rank: in exact
+        mode the same bits on every layout. Zero for ignored targets. Every rank calls this together.
+        """
+        own, at, shape = self.own_logprobs(), self._mesh.at, self._mesh.shape
+        size, *dims = self._microbatches[0].targets.shape
+        tokens = dims[0] * shape.cp if dims else 0
+        count = len(self._microbatches) * size
+        whole = torch.zeros(count * shape.dp, *([tokens, *dims[1:]] if dims else []), device=self._mesh.device.torch)
+        # Of the ranks that share a token one adds it to the others' zeros, which is exact.
+        if own and at.tp == 0:
+            mine = torch.cat(own)
+            first = at.dp * count
+            rows = whole[first : first + len(mine)]
+            if shape.cp > 1:
+                rows[:, list(positions(tokens, cp=shape.cp, rank=at.cp))] = mine
+            else:
+                rows.copy_(mine)
+        return sum_over(whole, self._mesh.world)
+
+    def totals(self, loss: Tensor) -> tuple[float, float]:
+        """The loss, and the number of targets, of one global batch; with a stream ``weights``, the sum of their sizes.
+        Every rank calls this together.
+
+        Args:
+            loss: summed over this rank's tokens.
+        """
+        weight = torch.stack([_weight_sum(m) for m in self._microbatches]).sum().view(1)
+        weight = weight * (self._mesh.at.tp == 0 and self._has_last_unit)
+        total, size = sum_over(torch.cat((self._own_loss(loss), weight)), self._mesh.world).tolist()
+        return total, size
+
+    def _own_loss(self, loss: Tensor) -> Tensor:
+        return (loss * self._is_counted).double().view(1)
 
     def _names(self) -> tuple[str, ...]:
         return (TOKENS, SIZE, *self._objective.sums)
 
-    def numbers(self, *, is_counted: bool) -> Tensor:
-        """Numbers to sum over all ranks, fp64: the sums, and for each maximum a slot for every rank.
+    def numbers(self, loss: Tensor) -> Tensor:
+        """Numbers to sum over all ranks, fp64: the loss; and where single tokens have metrics their sums, and for each
+        maximum a slot for every rank.
 
         Args:
-            is_counted: whether no other rank counts this rank's tokens.
+            loss: summed over this rank's tokens.
         """
+        if not self.sees:
+            return self._own_loss(loss)
         device, world = self._mesh.device.torch, self._mesh.shape.world
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        sums = [self._sums.get(name, zero) if is_counted else zero for name in self._names()]
+        sums = [self._sums.get(name, zero) if self._is_counted else zero for name in self._names()]
         maxima = torch.zeros(len(self._objective.maxima), world, dtype=torch.float64, device=device)
         for row, name in enumerate(self._objective.maxima):
             maxima[row, self._mesh.rank] = self._maxima.get(name, zero)
-        return torch.cat((torch.stack(sums), maxima.flatten()))
+        return torch.cat((self._own_loss(loss), torch.stack(sums), maxima.flatten()))
 
-    def decode(self, summed: Sequence[float]) -> tuple[dict[str, float], float]:
-        """Decode ``numbers``, summed over all ranks: means over counted tokens and maxima, by name; and the sum of the
-        sizes of all losses.
+    def decode(self, summed: Sequence[float]) -> dict[str, float]:
+        """The measures in ``numbers``, summed over all ranks: means over counted tokens and maxima, by name.
+
+        Raises:
+            OutOfRange: exact mode: the sizes of all losses leave the range of its sums.
         """
-        names = self._names()
+        if not self.sees:
+            return {}
+        names, summed = self._names(), summed[1:]
         sums: Mapping[str, float] = dict(zip(names, summed, strict=False))
         tokens = sums[TOKENS]
         means = {name: sums[name] / tokens if tokens else 0.0 for name in self._objective.sums}
         world, rest = self._mesh.shape.world, summed[len(names) :]
         maxima = {n: max(rest[i * world : (i + 1) * world]) for i, n in enumerate(self._objective.maxima)}
-        return means | maxima, sums[SIZE]
+        if self._is_exact:
+            require_exact_loss(sums[SIZE])  # losses of both signs may leave the range together and have a small sum
+        return means | maxima
+
+
+def _weight_sum(microbatch: Microbatch) -> Tensor:
+    """The number of a microbatch's targets, or the sum of their weights' sizes: fp64, in any order."""
+    counts = microbatch.targets != IGNORE
+    weights = microbatch.streams.get("weights")
+    return exact_loss_sum(counts if weights is None else weights.abs().where(counts, 0.0))

@@ -1,16 +1,19 @@
-"""Launch a run's ranks on this host, and relaunch lost ones from snapshots."""
+"""Launch a run's ranks on this host, and relaunch lost ones from snapshots; or join those of torchrun."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 
 from superstep.comm.device import choose
 from superstep.launch.ranks import World, launch_apart, launch_on
+from superstep.launch.torchrun import join, one_world
 from superstep.run.console import Console
-from superstep.run.exit_messages import status_of
+from superstep.run.exit_messages import status_of, status_under_torchrun
 from superstep.run.job import TrainJob, asked_device
+from superstep.run.job_message import JOB
 from superstep.run.rank import rank
 from superstep.run.recover import Recovery, recovering
 from superstep.run.reports.samples import sampling
@@ -32,6 +35,23 @@ def launch(job: TrainJob, console: Console, worker: Worker | None = None) -> int
         worker: of each rank; None means ``rank``.
     """
     return status_of(lambda: _launch(job, worker or rank, console), job.folder, console, job.verb)
+
+
+def join_torchrun(prepare: Callable[[int], AbstractContextManager[TrainJob | None]], console: Console) -> int:
+    """Train as a rank of torchrun or srun; its exit status.
+
+    Args:
+        prepare: makes the job of a number of ranks; rank 0 alone calls it.
+        console: shows the run.
+    """
+    return int(join(prepare, one_world(partial(_rank_of_torchrun, console=console)), JOB, asked_device))
+
+
+def _rank_of_torchrun(world: World, job: TrainJob | None, console: Console) -> int:
+    """One rank's exit status; rank 0 shows messages."""
+    if job is None:
+        return 0
+    return status_under_torchrun(world, lambda: rank(world, job, console), job.folder, console, job.verb)
 
 
 def _launch(job: TrainJob, worker: Worker, console: Console) -> bool:

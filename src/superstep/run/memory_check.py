@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from superstep.comm.device import Device
+from superstep.comm.device import Device, choose
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.cost.program.memory.memory_fit import MemoryOverflow, memory_of, overflow, with_communicators
 from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
@@ -16,6 +16,7 @@ from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
+from superstep.run.launch_rules import Launcher
 from superstep.train.weights.model import operations, resolve_config
 
 
@@ -53,6 +54,21 @@ def require_fit(
     excess = overflow(run.config, memory, limit)
     if excess is not None:
         raise ConfigError(_refusal(excess))
+
+
+def require_fit_here(run: Resolved, seen: Sequence[UnitOperations] | None, launcher: Launcher, ranks: int) -> None:
+    """Check that the ranks of this host fit its memory; raises as ``require_fit``.
+
+    Args:
+        run: the resolved run.
+        seen: operations of its units; None if unknown.
+        launcher: of the ranks.
+        ranks: on this host, if the launcher does not say.
+    """
+    # torchrun gives the number of its ranks on this host, srun does not.
+    if choose(run.config.plan.device, launcher.ranks_here(ranks)) == "cpu":
+        # Only a GPU's own rank knows its free memory: reading it uses a part of it.
+        require_fit(run, Device("cpu"), seen, ranks=launcher.local_ranks or ranks)
 
 
 def require_fit_on_emulated_gpus(run: Resolved, seen: Sequence[UnitOperations] | None, gpu_bytes: int) -> None:

@@ -11,7 +11,7 @@ from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
-from superstep.train.proof.prove_tolerance import ProofVerdict
+from superstep.train.proof.verdict import ProofVerdict
 
 
 @contextmanager

@@ -13,28 +13,17 @@ from superstep.launch.stop_request import listening
 from superstep.observe.events import Fanout, Resumed, Sink, Warned
 from superstep.observe.jsonl import damage
 from superstep.run.console import Console
-from superstep.run.exit_messages import status_under_torchrun
 from superstep.run.job import TrainJob, watch_of
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.prediction import peak_of
-from superstep.run.reports.sinks import open_trackers
-from superstep.run.run_events import describe_start, open_sink
+from superstep.run.run_events import open_sink
+from superstep.run.run_started import describe_start
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import train
 from superstep.train.resume import resume
-from superstep.train.run_folder import run_directory
-from superstep.train.run_folder.report_status import StatusSink
 from superstep.train.run_folder.run_lock import hold_shared
-from superstep.train.run_folder.run_paths import write_whole
 from superstep.train.throughput import PeakRate
-
-
-def rank_of_torchrun(world: World, job: TrainJob | None, console: Console) -> int:
-    """One rank's exit status; rank 0 shows messages."""
-    if job is None:
-        return 0
-    return status_under_torchrun(world, lambda: rank(world, job, console), job.folder, console, job.verb)
 
 
 def rank(world: World, job: TrainJob, console: Console) -> bool:
@@ -63,15 +52,10 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
     with ExitStack() as stack:
         sink: Sink = Fanout(())
         if world.rank == 0:
-            # All checks are done: only now does the directory become, or change, a run.
-            trackers = open_trackers(job.run.config, job.folder)
             had_begun = job.folder.metrics.exists()
-            run_directory.write(job.requested or job.run, job.folder)
-            for name, text in job.files.items():
-                write_whole(job.folder.root / name, text)
+            sink = open_sink(job, stack, world, peak, console)
             trainer.describe()
             trainer.watch = stack.enter_context(watch_of(job))
-            sink = StatusSink(world.heart, open_sink(job, stack, peak, trackers, console))
             started = describe_start(job, world, trainer, machine, position.step)
             predicted_step_s = started.predicted_step_s
             sink.write(started)

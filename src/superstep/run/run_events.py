@@ -1,98 +1,42 @@
-"""The sinks of a run's events, and its first events: its plan, the implementations of its layers, and its
-prediction.
-"""
+"""The sinks of a run's events."""
 
 from __future__ import annotations
 
-import time
 from contextlib import ExitStack
 
 from superstep.cost.program import lora
 from superstep.cost.program.flops import MFU_CONVENTION
-from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
-from superstep.cost.program.time.op_prices import MeasuredMachine
-from superstep.cost.program.time.predict import predict
-from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
-from superstep.data.token_files import open_corpus
-from superstep.engine.attention.choose_attention import kernel_of
 from superstep.launch.ranks import World
-from superstep.observe.events import Fanout, RunStarted, Sink
+from superstep.observe.events import Fanout, Sink
 from superstep.observe.goodput import GoodputSink
-from superstep.observe.trackers import Tracker
-from superstep.plan.optimizers import state_bytes
-from superstep.planner.goodput import DISK_BYTES_PER_S, unhurt
 from superstep.run.console import Console
 from superstep.run.job import TrainJob
-from superstep.run.reports.plan_line import plan_text
-from superstep.run.reports.prediction import foretold
-from superstep.run.reports.sinks import sinks
-from superstep.train.corpus_trainer import CorpusTrainer
+from superstep.run.reports.sinks import open_trackers, sinks
+from superstep.train.run_folder import run_directory
+from superstep.train.run_folder.report_status import StatusSink
 from superstep.train.run_folder.run_paths import write_whole
 
 
-def open_sink(
-    job: TrainJob, stack: ExitStack, peak: float | None, trackers: dict[str, Tracker], console: Console
-) -> Sink:
-    """The sink of a run's events; closed with ``stack``.
+def open_sink(job: TrainJob, stack: ExitStack, world: World, peak: float | None, console: Console) -> Sink:
+    """The sink of a run's events on rank 0; closed with ``stack``. Call this when all checks are done: only now does
+    the directory become, or change, a run.
 
     Args:
         job: the run.
+        stack: closes it.
+        world: receives the run's status.
         peak: reference FLOP/s of a rank for MFU, if known.
-        trackers: the open ones.
         console: shows the events.
     """
     observe = job.run.config.observe
+    trackers = open_trackers(job.run.config, job.folder)
+    run_directory.write(job.requested or job.run, job.folder)
+    for name, text in job.files.items():
+        write_whole(job.folder.root / name, text)
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
     convention = f"{MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION}; {against}"
     display = stack.enter_context(console.open_display(mfu_convention=convention, log_every=observe.log_every))
     opened = Fanout(sinks(observe, job.folder, display, trackers, console.warn))
     counted = GoodputSink(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)
     stack.callback(counted.close)
-    return counted
-
-
-def describe_start(
-    job: TrainJob, world: World, trainer: CorpusTrainer, machine: MeasuredMachine | None, step: int
-) -> RunStarted:
-    """The first event of a launch, which continues after ``step``. The inputs of the prediction, if the machine was
-    measured, are written into the run's folder.
-    """
-    prediction = None
-    if machine is not None:
-        given = PredictedFrom(is_weighed=job.lesson is not None, plan=job.run.config.plan, machine=machine)
-        write_whole(job.folder.prediction, write_predicted_from(given))
-        prediction = predict(job.run, machine, job.operations, is_weighed=given.is_weighed)
-    parts = foretold(job.run, job.operations, prediction)
-    return RunStarted(
-        run=str(job.folder.root),
-        plan=plan_text(job.run),
-        parameters=job.run.outline.numel,
-        world=world.size,
-        transport=trainer.transport,
-        attention=kernel_of(job.run, world.device),
-        layers=trainer.layers,
-        steps=job.run.config.train.steps,
-        unigram_entropy=open_corpus(job.corpus).manifest.unigram_nats,
-        predicted_step_s=prediction.step_s if prediction else None,
-        predicted_ettr=None if prediction is None else _predict_ettr(job, step, prediction.step_s),
-        predicted_memory_bytes=prediction.memory_bytes if prediction else None,
-        predicted_spent_s=parts.spent_s,
-        predicted_bytes=parts.bytes,
-        predicted_traffic_bytes=parts.traffic_bytes,
-        snapshot_bytes=snapshot_bytes(job.run),
-        snapshots_unpinned=trainer.unpinned,
-        memory="resident" if world.device.kind == "cpu" else "allocated",
-    )
-
-
-def _predict_ettr(job: TrainJob, step: int, step_s: float) -> float:
-    """The predicted share of this launch's time that makes progress from a step on, without failures."""
-    config = job.run.config
-    left = max(1, config.train.steps - step)
-    # A forward pass is a third of a step's work; a snapshot is saved in the background, all but the last.
-    validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
-    is_flushed = config.state.snapshot_every is not None and job.epoch == 0
-    saves = 1 if is_flushed else -(-left // config.state.save_every)
-    save_s = state_bytes(config.train.optimizer) * job.run.outline.numel / DISK_BYTES_PER_S
-    elapsed_s = time.time() - job.began_at_s
-    return unhurt(elapsed_s=elapsed_s, steps_s=left * step_s, validations_s=validations_s, saves_s=saves * save_s)
+    return StatusSink(world.heart, counted)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.job import RunKind, TrainJob, prepared_job
+from superstep.run.job import TrainJob
 from superstep.run.launch_rules import OWN, Launcher
+from superstep.run.prepare_job import RunKind, prepared_job
 from superstep.run.tokens import tokens_in
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config, vocab_of

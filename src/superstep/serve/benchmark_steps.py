@@ -29,10 +29,11 @@ from superstep.model.hf import save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import DeviceKind
 from superstep.plan.model.shape import SHAPES, ModelShape
-from superstep.serve.build_engine import give_back, load_rank, open_engine, share_cores
+from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
+from superstep.serve.load_rank import give_back, load_rank, share_cores
 from superstep.serve.scheduling.request import Request, Sampling
 from superstep.serve.scheduling.step_log import LogSettings, StepEntry, StepRecorder, samples
 

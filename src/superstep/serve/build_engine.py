@@ -1,41 +1,26 @@
-"""From a folder of weights to an engine: the plan, this rank's part of the model, and its KV cache."""
+"""From a folder of weights to an engine: rank 0's part of the model, the scheduler's pages and the drafts."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.cost.serve import ComputeMode, RankModelSize, model_of_rank
-from superstep.engine.exact.modules import require_exact
-from superstep.errors import ConfigError
-from superstep.hardware.host import cores
-from superstep.launch.ranks import World
-from superstep.model.hf import open_weights
-from superstep.numerics.dtypes import DTYPES
+from superstep.cost.serve import ComputeMode
 from superstep.numerics.invariant_attention import BLOCK
-from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.compute.draft_model import DraftModel
 from superstep.serve.compute.paged_attention import FAST_BLOCK
-from superstep.serve.compute.runner.choose_backend import ComputeSettings, choose
-from superstep.serve.compute.runner.model_runner import Compute, ModelRunner
-from superstep.serve.compute.runner.rank_commands import CommandChannel
-from superstep.serve.compute.serving_model import ServedUnits, build, fill
-from superstep.serve.config import NGRAM, ServeConfig, check_served, check_vocab, fast, plan_of
+from superstep.serve.compute.runner.model_runner import ModelRunner
+from superstep.serve.config import NGRAM, ServeConfig
 from superstep.serve.drafting.grammar_protocol import Matchers
 from superstep.serve.drafting.speculate import Drafter, NgramDrafter, Speculation
 from superstep.serve.engine import InferenceEngine, StepObserver
 from superstep.serve.engine_control import EngineController
 from superstep.serve.files.weights import read_version
+from superstep.serve.load_rank import NOTHING, KnownModel, Rank, load_rank, setting_model
 from superstep.serve.scheduling.kv_pages import Pages
 from superstep.serve.scheduling.request import ModelInfo
 from superstep.serve.scheduling.step import Budget
@@ -52,138 +37,6 @@ def ends_of_text(folder: Path) -> tuple[int, ...]:
         if ids is not None:
             return tuple(ids) if isinstance(ids, list) else (ids,)
     return ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownModel:
-    """What is already known of a folder's model.
-
-    Attributes:
-        weights: where they are, if not in the folder.
-        version: of the weights; computing it reads all of them once more.
-    """
-
-    run: Resolved | None = None
-    weights: Path | None = None
-    version: str | None = None
-
-
-NOTHING = KnownModel()
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One rank of a server.
-
-    Attributes:
-        forward: its part of the model.
-        party: its part in commands between steps.
-        pages: of keys, that fit its memory.
-        context_tokens: the most tokens of a prompt and its answer.
-        is_paged: whether every row reads its keys in their pages.
-        small: its part of the draft model; None without.
-    """
-
-    run: Resolved
-    forward: Compute
-    party: CommandChannel
-    pages: int
-    context_tokens: int
-    is_paged: bool
-    small: Compute | None = None
-
-
-def load_rank(
-    folder: Path,
-    serve: ServeConfig,
-    rank: int,
-    tp: Group | None,
-    device: Device,
-    known: KnownModel = NOTHING,
-) -> Rank:
-    """This rank's part of a folder's model.
-
-    Args:
-        rank: of those that share the model.
-        tp: the group of these.
-
-    Raises:
-        ConfigError: it cannot be served so, or not on this machine.
-        StateError: the folder holds no model, or it is damaged.
-    """
-    run, weights = known.run or plan_of(folder, serve), known.weights or folder
-    shape, threads = run.shape, torch.get_num_threads()
-    if serve.exact:
-        require_exact(DTYPES[serve.compute], device)
-    check_served(run, serve)
-    context_tokens = serve.context_tokens or shape.max_tokens
-    least = -(-context_tokens // serve.page_tokens)
-    served = build(run, rank, tp, device)
-    fill(served, open_weights(weights))
-    small = _small(run, serve, rank, tp, device)
-    key_bytes = sum(setting_model(each, serve).key_bytes for each in ([run] if small is None else [run, small.run]))
-    page_bytes = serve.page_tokens * key_bytes
-    free_bytes = device.free_bytes(serve.tp * serve.dp)
-    pages = serve.pages or usual_pages(least, serve.requests, free_bytes, page_bytes)
-    require_pages(pages, page_bytes, free_bytes, serve.page_tokens)
-    settings = ComputeSettings(
-        pages=pages,
-        page_tokens=serve.page_tokens,
-        quantize=serve.quantize,
-        kernels=serve.kernels,
-        threads=threads,
-        has_adapters=bool(serve.adapters),
-    )
-    forward, memory = choose(served, settings, tp, device)
-    guessing = None
-    if small is not None:
-        guessing, beside = choose(small, settings, tp, device)
-        memory.sleep_with(beside)
-    give_back()
-    party, is_paged = CommandChannel(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
-    return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
-
-
-def give_back() -> None:
-    """Return memory that loading took to the system: glibc keeps it otherwise."""
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def require_pages(pages: int, page_bytes: int, free_bytes: int, page_tokens: int) -> None:
-    """Check that a rank has memory for its pages of the KV cache.
-
-    Raises:
-        ConfigError: it has not; names a context that would fit, if one page does.
-    """
-    if pages * page_bytes <= free_bytes:
-        return
-    fitting = free_bytes // 2 // page_bytes * page_tokens
-    if fitting:
-        mend = f"set serve.context_tokens to {fitting} or less and leave serve.pages out"
-    else:
-        mend = "that is too little for any context: free some memory, set serve.tp higher, or serve a smaller model"
-    raise ConfigError(
-        f"serve.pages = {pages} take {pages * page_bytes / 2**30:.3g} GiB, and {free_bytes / 2**30:.3g} GiB are free; "
-        f"{mend}."
-    )
-
-
-def usual_pages(least: int, requests: int, free_bytes: int, page_bytes: int) -> int:
-    """The default number of pages: whole contexts of all requests, at most a quarter of the free memory.
-
-    Args:
-        least: pages of one context.
-        requests: that run at once.
-        free_bytes: of a rank, after its weights.
-    """
-    return max(least, min(least * requests, free_bytes // 4 // page_bytes))
-
-
-def setting_model(run: Resolved, serve: ServeConfig) -> RankModelSize:
-    """A rank's part of the model in numbers."""
-    return model_of_rank(run.shape, tp=serve.tp, number_bytes=DTYPES[serve.compute].itemsize)
 
 
 def way_name(serve: ServeConfig) -> str:
@@ -206,24 +59,6 @@ def _setting(rank: Rank, serve: ServeConfig) -> LogSettings:
         budget=Budget(tokens=serve.step_tokens, requests=serve.requests),
         way=way,
     )
-
-
-def share_cores(world: World, serve: ServeConfig) -> None:
-    """A launched rank has one thread; a server's ranks share the cores."""
-    if world.device.kind == "cpu":
-        torch.set_num_threads(max(1, cores() // (world.size * serve.dp)))
-
-
-def _small(run: Resolved, serve: ServeConfig, rank: int, tp: Group | None, device: Device) -> ServedUnits | None:
-    """This rank's part of the draft model."""
-    if serve.speculate in ("", NGRAM):
-        return None
-    folder = Path(serve.speculate)
-    own = plan_of(folder, fast(serve))
-    check_vocab(own, run, serve.speculate)
-    served = build(own, rank, tp, device)
-    fill(served, open_weights(folder))
-    return served
 
 
 def open_engine(

@@ -19,15 +19,14 @@ from superstep.errors import StateError
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.manifest import Position
+from superstep.train.open_engine import open_engine
 from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
 from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint, trace_of, write_trace
-from superstep.train.run_folder.identity import FILE as IDENTITY
-from superstep.train.run_folder.identity import identity_of, identity_text
+from superstep.train.run_folder.identity import identity_of
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate, ThroughputMeter
-from superstep.train.trainer import Trainer, open_engine
-from superstep.train.weights.hf_files import hf_files
-from superstep.train.weights.lora_base import draw_base
+from superstep.train.trainer import Trainer
+from superstep.train.weights.checkpoint_files import files_beside_corpus
 
 
 class CorpusTrainer(Trainer):
@@ -55,18 +54,14 @@ class CorpusTrainer(Trainer):
         lesson: SequenceLoss | None = None,
     ) -> None:
         self.meter = ThroughputMeter(world.device, rate, world.size)
-        identity = identity_of(run, corpus)
-        super().__init__(world, run, open_engine(world, run), folder=folder, identity=identity, files={})
         self._corpus = open_corpus(corpus)
         if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
             raise StateError(f"the tokens in {corpus} are those of superstep {verb}; resume the run with that command.")
-        if world.rank == 0:  # before the first step, as it may fail
-            self._files |= hf_files(run.config, run.decoder, corpus / "tokenizer.json")
-            self._files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
-            self._files[IDENTITY] = identity_text(identity)
-        if run.config.lora is not None:
-            self._train_beside(draw_base(run))
+        # Before the first step, as it may fail.
+        files = files_beside_corpus(run, corpus) if world.rank == 0 else {}
+        engine, identity = open_engine(world, run), identity_of(run, corpus)
+        super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
         self._lesson = lesson
         self._train = through(self._stream("train"))

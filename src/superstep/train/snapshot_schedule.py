@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from superstep.comm.objects import RankPeers
 from superstep.engine.flat.snapshots import FlushResult, Snapshots
+from superstep.errors import DamagedCheckpoint
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import DamagedSnapshot
+from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, SLOTS, DamagedSnapshot, damaged_text
+from superstep.train.policy.corruption_check import ranks_text
 
 POLL_S = 0.01
 
@@ -25,6 +28,23 @@ class SnapshotSchedule:
         self.snapshots: Snapshots | None = None
         self.is_flushed = True
         """Whether who owns the memory writes checkpoints from it."""
+
+    def keep(self, snapshots: Snapshots, epoch: int) -> int:
+        """Schedule these snapshots; the slots of their memory.
+
+        Args:
+            snapshots: of this rank.
+            epoch: number of starts by launchers of several hosts; 0 with one launcher.
+        """
+        self.snapshots = snapshots
+        self.is_flushed = epoch == 0
+        snapshots.turn = epoch << 32
+        return HOSTS_SLOTS if epoch else SLOTS
+
+    @property
+    def unpinned(self) -> str:
+        """Why a GPU cannot copy directly into snapshot memory; empty where it can, or without snapshots."""
+        return "" if self.snapshots is None else self.snapshots.unpinned
 
     def begin(self, position: Position, report: Callable[[FlushResult], None]) -> None:
         """Let the next step copy the current state, if due.
@@ -57,6 +77,20 @@ class SnapshotSchedule:
     def steps(self) -> set[int]:
         """Steps with complete state in this rank's memory."""
         return set() if self.snapshots is None else self.snapshots.steps()
+
+    def fill(self, step: int, peers: RankPeers) -> Position:
+        """Restore the state after a step from memory. Every rank calls this together.
+
+        Raises:
+            DamagedCheckpoint: a rank's copy has other bits than were copied; on every rank the same, before anything is
+                changed.
+        """
+        assert self.snapshots is not None
+        is_damaged = peers.gather(self.snapshots.is_damaged(step), bool)
+        damaged = [rank for rank, each in enumerate(is_damaged) if each]
+        if damaged:
+            raise DamagedCheckpoint(f"{ranks_text(damaged)}: {damaged_text(step)}")
+        return self.snapshots.fill(step)
 
     def forget_after(self, step: int) -> None:
         """Drop states and requests of later steps."""

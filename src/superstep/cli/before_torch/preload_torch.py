@@ -7,14 +7,8 @@ from collections.abc import Sequence
 
 from superstep.cli.arguments import prove, serve, train
 from superstep.cli.arguments.tune import tune
-from superstep.cli.before_torch.refusals import (
-    check_apart,
-    check_prove,
-    check_rewards,
-    check_serve,
-    check_train,
-    check_tune,
-)
+from superstep.cli.before_torch.refusals import check_prove, check_serve, check_train
+from superstep.cli.before_torch.tune_refusals import check_apart, check_rewards, check_tune
 from superstep.cli.flags.options import asks_for_hosts, ranks_of
 from superstep.launch import fork_server
 from superstep.plan.config import PlanConfig

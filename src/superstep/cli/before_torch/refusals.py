@@ -5,12 +5,10 @@ With torch a verb checks again, including what needs torch: GPUs, memory, a user
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from superstep.cli.arguments import prove, serve, train
-from superstep.cli.arguments.tune import tune, tune_merge, tune_serve
 from superstep.cli.flags.options import settle
 from superstep.cli.launcher import launcher
 from superstep.cli.serve.serve_settings import serve_config
@@ -19,15 +17,9 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
-from superstep.run.hosts.hosts import Hosts
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, check_web
 from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory
-from superstep.train.weights.weights_folder import weights_of
-from superstep.tune.config import TuneConfig, check_recipe
-from superstep.tune.initial_model import run_of
-from superstep.tune.rl.config import RlRecipe
-from superstep.tune.rl.initial_policy import check_run, check_same, with_start
 
 
 def check_train(arguments: train.TrainArgs) -> None:
@@ -48,33 +40,6 @@ def check_train(arguments: train.TrainArgs) -> None:
         run_directory.choose(arguments.resolved(resolve))
     else:
         arguments.resolved(resolve)
-
-
-def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
-    """Check a recipe of conversations or preferences; raises as ``check_train``."""
-    check_recipe(kind, config)
-    run = run_of(config)
-    check_launch(run, 1, launcher())
-    run_directory.choose(resolve(run))
-
-
-def check_rewards(recipe: RlRecipe, hosts: Hosts | None = None) -> None:
-    """Check a recipe of rewards; raises as ``check_train``."""
-    config, _ = with_start(recipe, recipe.rl, recipe.start)
-    check_run(config, recipe.rl, recipe.rollout)
-    check_launch(config, 1 if hosts is None else hosts.count, launcher())
-    run = resolve(config)
-    if hosts is None:
-        _, folder, _ = run_directory.choose(run)
-        check_same(recipe, folder)
-
-
-def check_apart(word: str, argv: Sequence[str]) -> None:
-    """Check the model of a merge, or of a server of adapters; raises as ``check_train``."""
-    if word == tune.MERGE:
-        weights_of(tune_merge.read(argv)[0])
-    else:
-        find_model(tune_serve.read(argv)[0])
 
 
 def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) -> None:

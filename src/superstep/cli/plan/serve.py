@@ -8,28 +8,23 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from superstep.cli.arguments.plan_serve import ForecastOptions, read
+from superstep.cli.plan.serve_prices import StepPrices, price_steps
 from superstep.cli.plan.serve_text import serve_text
 from superstep.cli.serve.serve_settings import serve_config
 from superstep.comm.device import choose, pick
-from superstep.cost.serve import ComputeMode, published_rate
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
-from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import RunConfig
 from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.ranking.plan_request import own_bytes
 from superstep.run.serving.served_model import find_model
-from superstep.serve.benchmark_steps import calibrate
-from superstep.serve.build_engine import setting_model, usual_pages, way_name
-from superstep.serve.compute.linears.quantize import format_named
-from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.config import NGRAM, ServeConfig, check_vocab, fast, plan_named
 from superstep.serve.drafting.speculation_forecast import DraftForecast, guesses
+from superstep.serve.load_rank import setting_model, usual_pages
 from superstep.serve.scheduling.capacity_forecast import (
     ConcurrentRequests,
-    DraftSetup,
     FirstPrompt,
     PageCapacity,
     ServerSetup,
@@ -87,26 +82,6 @@ class ServeForecast:
     guesses: tuple[DraftForecast, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrices:
-    """Prices of steps.
-
-    Attributes:
-        rate: of the model.
-        is_measured: whether it was measured.
-        small: the draft model, with the rate of its steps.
-    """
-
-    rate: ServingRate
-    is_measured: bool
-    small: DraftSetup | None = None
-
-    @property
-    def small_bytes(self) -> float:
-        """Weights of the draft model on a rank."""
-        return 0.0 if self.small is None else self.small.weight_bytes
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the forecast."""
     name, options = read(argv)
@@ -120,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     cluster = None if options.cluster is None else cluster_of(options.cluster)
     if cluster is None:
         print("Measuring this machine, for about half a minute.", flush=True)
-    priced = _price(run, small_run, config, cluster, options)
+    priced = price_steps(run, small_run, config, cluster, options)
     free = _free_bytes(cluster, priced, run, config, options)
     forecast = foresee(name, run, config, priced, free, options)
     print(serve_text(forecast))
@@ -170,39 +145,6 @@ def _check(run: Resolved, config: ServeConfig, options: ForecastOptions) -> None
             f"plan.dp = {options.plan.dp} without --cluster: replicas would share this machine; predict one replica, "
             "or name a cluster."
         )
-
-
-def _price(
-    run: Resolved, small: Resolved | None, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
-) -> StepPrices:
-    rate, is_measured = _rate(run, config, cluster, options)
-    if small is None:
-        return StepPrices(rate=rate, is_measured=is_measured)
-    own, _ = _rate(small, fast(config), cluster, options) if config.exact else (rate, is_measured)
-    guesser = DraftSetup(model=setting_model(small, config), rate=own)
-    return StepPrices(rate=rate, is_measured=is_measured, small=guesser)
-
-
-def _rate(
-    run: Resolved, config: ServeConfig, cluster: Cluster | None, options: ForecastOptions
-) -> tuple[ServingRate, bool]:
-    """The rate of steps, and whether it was measured."""
-    if cluster is None:
-        return calibrate(run.shape, config, choose(options.plan.device, config.tp)), True
-    name = way_name(config)
-    known = [each for each in cluster.chip.serving if (each.way, each.tp) == (name, config.tp)]
-    if known:
-        return known[-1], True
-    if cluster.chip.serving:
-        there = ", ".join(f"{each.way} with tp = {each.tp}" for each in cluster.chip.serving)
-        raise ConfigError(
-            f"--cluster = '{options.cluster}' has servers measured as {there}, and none as {name} with tp = "
-            f"{config.tp}; superstep measure --serve {name} --serve-tp {config.tp} measures it."
-        )
-    number_bytes = 4 if config.compute == "fp32" else 2
-    held = float(number_bytes) if not config.quantize else format_named(config.quantize).bytes_per_weight
-    way = ComputeMode(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
-    return published_rate(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
 
 
 def _free_bytes(

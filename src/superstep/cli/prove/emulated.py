@@ -17,7 +17,8 @@ from superstep.observe.number_format import bytes_text
 from superstep.plan.resolution.resolve import Resolved
 from superstep.strict.monitor import Monitor, Report
 from superstep.train.proof.proof_inputs import ProofCase, prove_case
-from superstep.train.proof.prove_tolerance import ProofVerdict, plain_steps
+from superstep.train.proof.prove_tolerance import plain_steps
+from superstep.train.proof.verdict import ProofVerdict
 
 MOST_SHOWN = 10
 """Shown races, and waiting lines, over all ranks."""

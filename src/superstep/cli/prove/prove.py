@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -12,29 +11,21 @@ from pathlib import Path
 
 from superstep.cli.arguments.prove import ProveOptions, emulated_gpus, read
 from superstep.cli.choices import describe_changed_layout
-from superstep.cli.flags.new_file import write_new_file
 from superstep.cli.flags.options import settle
 from superstep.cli.prepare_progress import prepare_with_progress
-from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
 from superstep.cli.prove.exact import ExactCase, prove_bits
 from superstep.cli.prove.faults import prove_faults
-from superstep.cli.prove.prove_text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.cli.prove.served import prove_served
+from superstep.cli.prove.within_tolerance import prove_layouts, prove_on_emulated, prove_one
 from superstep.comm.device import choose
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import stream_of
 from superstep.errors import ConfigError
-from superstep.launch.ranks import World, launch_on
-from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.memory_check import require_fit_on_emulated_gpus
-from superstep.run.prove_layout import disk_named, proof_case, prove_layout
 from superstep.run.tokens import proof_tokens
-from superstep.strict.timeline import timeline_text
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.ignored_targets import ragged_batches
-from superstep.train.proof.proof_inputs import Cases, ProofCase, prove_case
-from superstep.train.proof.prove_tolerance import ProofVerdict
 from superstep.train.weights.model import operations, resolve_config, vocab_of
 
 
@@ -66,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
         if options.exact:
             return _exact(options, run, corpus)
         if options.device is not None:
-            return _run_emulated(run, corpus, options)
+            return prove_on_emulated(run, corpus, options)
         if not options.all:
-            return run_one(run, corpus, steps=options.steps)
+            return prove_one(run, corpus, steps=options.steps)
         return prove_layouts(options, options.world or run.plan.mesh.world, corpus, steps=options.steps)
 
 
@@ -99,59 +90,6 @@ def _prepare(run: Resolved, folder: Path) -> None:
 def _kind(run: Resolved) -> str:
     """Properties that a reference depends on besides the sizes: the model and the batches."""
     return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
-
-
-def run_one(run: Resolved, corpus: Path, *, steps: int) -> int:
-    """Prove one layout and print the verdict."""
-    _ask_for_one_order()
-    with proof_case(run, corpus, steps=steps) as case:
-        verdict = prove_layout(case)
-    for line in verdict_lines(case, verdict):
-        _say(line)
-    return 0 if verdict.is_proven else 1
-
-
-def _run_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
-    """The same on emulated GPUs, with the observations there."""
-    _ask_for_one_order()
-    with proof_case(run, corpus, steps=options.steps) as case:
-        verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
-    for line in (*verdict_lines(case, verdict), *emulated_lines(run, reports)):
-        _say(line)
-    if options.out is not None:
-        write_new_file(Path(options.out), timeline_text([rank.step.trace for rank in reports]))
-        _say(f"The order of a step's kernels: {options.out}, for ui.perfetto.dev or chrome://tracing.")
-    return 0 if verdict.is_proven and is_clean(reports) else 1
-
-
-def prove_layouts(config: RunConfig, world: int, corpus: Path, *, steps: int) -> int:
-    """Prove every layout of ``world`` ranks; the exit status."""
-    runs = list(layouts(config, world))
-    if not runs:
-        raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
-    _ask_for_one_order()
-    with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, disk_named(Path(folder)):
-        made = Cases(Path(folder), corpus, steps=steps)
-        cases = [made.case(run, reruns=number % 4 == 0) for number, run in enumerate(runs)]
-        _say(sweep_head())
-        verdicts = launch_on(config.plan.device, world, _rank, tuple(cases))
-    for line in sweep_lines(cases, verdicts):
-        _say(line)
-    return 0 if all(verdict.is_proven for verdict in verdicts) else 1
-
-
-def _ask_for_one_order() -> None:
-    """Set cuBLAS's workspace in later ranks: it decides the order of sums."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _rank(world: World, cases: tuple[ProofCase, ...]) -> list[ProofVerdict]:
-    verdicts = []
-    for case in cases:
-        verdicts.append(prove_case(world, case))
-        if world.rank == 0 and len(cases) > 1:
-            _say(sweep_row(case, verdicts[-1]))
-    return verdicts
 
 
 def _say(text: str) -> None:

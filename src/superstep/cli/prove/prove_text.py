@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from superstep.run.reports.plan_line import layout_text
-from superstep.train.proof.compare import KINDS, Difference
+from superstep.train.proof.compare import KINDS, Difference, has_same_roundings
 from superstep.train.proof.proof_inputs import ProofCase, compared_lines, unseen
-from superstep.train.proof.prove_tolerance import ProofVerdict, has_same_roundings
+from superstep.train.proof.verdict import ProofVerdict
 
 HELD = {True: "the same bits", False: "OTHER BITS", None: "not asked"}
 WIDTHS = (9, 10, 9, 9, 9, 9, 9)

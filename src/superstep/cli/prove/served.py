@@ -17,11 +17,12 @@ from superstep.data.token_stream import BatchSource
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.reports.plan_line import layout_text
-from superstep.serve.build_engine import load_rank, open_engine
+from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.speculate import Speculation
 from superstep.serve.engine import InferenceEngine
+from superstep.serve.load_rank import load_rank
 from superstep.train.proof.prove_lora import AdapterTexts, beside_adapters, losses_of, write_adapters
 from superstep.train.proof.prove_serving import (
     KnownTexts,

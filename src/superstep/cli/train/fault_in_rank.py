@@ -14,8 +14,9 @@ from superstep.launch.ranks import World
 from superstep.plan.config_io import read_config
 from superstep.run import rank as ranks
 from superstep.run.console import Console
-from superstep.run.job import TrainJob, prepared_job
+from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import launch
+from superstep.run.prepare_job import prepared_job
 from superstep.train.weights.model import resolve_config
 
 HANGS_S = 100_000

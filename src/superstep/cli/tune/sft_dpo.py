@@ -13,13 +13,10 @@ from superstep.cli.launcher import is_of_torchrun, launcher
 from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
 from superstep.data.token_files import Corpus
-from superstep.launch.torchrun import join, one_world
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.exit_messages import ended
-from superstep.run.job import TrainJob, asked_device
-from superstep.run.job_message import JOB
-from superstep.run.launch_ranks import launch
-from superstep.run.rank import rank_of_torchrun
+from superstep.run.job import TrainJob
+from superstep.run.launch_ranks import join_torchrun, launch
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig
@@ -34,8 +31,7 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
         read: the kind and the recipe; under torchrun only rank 0 calls it.
     """
     if is_of_torchrun():
-        worlds = one_world(partial(rank_of_torchrun, console=Terminal()))
-        return int(join(lambda ranks: _prepared(*read(), ranks), worlds, JOB, asked_device))
+        return join_torchrun(lambda ranks: _prepared(*read(), ranks), Terminal())
     with _prepared(*read()) as job:
         if job is None:
             return 0

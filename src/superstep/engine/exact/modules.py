@@ -6,25 +6,22 @@ A layer gives whole results on every tensor-parallel rank, so that entering and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from superstep.comm.device import Device
-from superstep.comm.mesh import Group
 from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grouped_linear
-from superstep.engine.exact.linear import ReductionCut, exact_embedding, exact_linear, exact_norm
+from superstep.engine.exact.layer_settings import ExactLayers
+from superstep.engine.exact.linear import exact_embedding, exact_linear, exact_norm
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.loss import exact_loss
 from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
 from superstep.engine.layers.fused import gated
-from superstep.engine.layers.grad_accumulation import GradientSink, hands_to
+from superstep.engine.layers.grad_accumulation import hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
-from superstep.errors import ConfigError
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.decoder import Head
 from superstep.model.experts import Experts, GroupedLinear
@@ -33,89 +30,8 @@ from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.numerics.exact_self_check import first_difference
-from superstep.numerics.fixed_point import PARAMETER, Grid, RangeExcess
 from superstep.numerics.objective import LossTarget
-from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.lora import ENDS
-from superstep.plan.resolution.reduction_grain import Grain
-from superstep.plan.rules import Rules
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExactLayers:
-    """Settings of a rank's layers in exact mode.
-
-    Attributes:
-        grain: the pieces of every sum.
-        rules: which axes are cut over tp, for any degree.
-        chunks: chunks of the sequence on this rank.
-        parts: parts of the sequence that this rank sends to a mixture of experts, which tp splits too.
-        group: the tp ranks; None where tp = 1.
-        sinks: for each trained parameter, the target of its gradient: int64, of its shape.
-    """
-
-    grain: Grain
-    rules: Rules
-    chunks: int
-    parts: int
-    group: Group | None
-    sinks: Mapping[nn.Parameter, GradientSink]
-
-    def cut(self, param: ParamSpec) -> ReductionCut:
-        """The cut of a linear layer's sums; the dims of its weight are (output, input)."""
-        if "shared_ffn" in param.axes:
-            return ReductionCut(
-                cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None
-            )
-        is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
-        cells = self.grain.cells // (1 if self.group is None else self.group.size())
-        return ReductionCut(
-            cells_in=cells if is_cut_in else 1,
-            cells_out=cells if is_cut_out else 1,
-            is_cut_in=is_cut_in,
-            is_cut_out=is_cut_out,
-            chunks=self.chunks,
-            group=self.group,
-        )
-
-
-difference = cache(first_difference)
-"""Cached: a process that opens engines for many layouts checks the machine once."""
-
-
-def require_exact(compute: torch.dtype, device: Device) -> None:
-    """Check that this machine supports exact mode, and use one thread: more would sum in varying order.
-
-    Raises:
-        ConfigError: this machine's order of some sum depends on the batch.
-    """
-    if device.kind == "cpu":
-        torch.set_num_threads(1)
-    broken = difference(compute, device.torch)
-    if broken is not None:
-        raise ConfigError(
-            f"numerics.exact = true cannot be kept on this machine ({device.name}): {broken}. "
-            "Set numerics.exact = false; prove then compares within a tolerance."
-        )
-
-
-def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
-    """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
-    product each, a lookup or a norm every token. A tied table has both.
-    """
-    products = grain.microbatches * max(grain.chunks, grain.parts)
-    if "experts" in spec.axes:
-        terms = grain.sequences * grain.parts
-    elif "vocab" in spec.axes:
-        terms = grain.tokens + products
-    elif "head_dim" in spec.axes:
-        terms = grain.tokens * shape.heads
-    elif len(spec.axes) == 1:
-        terms = grain.tokens
-    else:
-        terms = products
-    return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)
 
 
 @dataclass(frozen=True, slots=True)

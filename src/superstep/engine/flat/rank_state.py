@@ -8,15 +8,18 @@ from pathlib import Path
 
 import torch
 
+from superstep.comm.collectives import DONE, PendingCollective
 from superstep.comm.mesh import Mesh
 from superstep.engine.flat.buffers import Bytes, UnitBuffers
 from superstep.engine.flat.layout import Slot, lay_out
 from superstep.engine.flat.offload import OffloadedBuffers
+from superstep.engine.flat.snapshots import Snapshots
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import Kind, TensorPiece, state_kinds
 
 
@@ -32,6 +35,7 @@ class RankState:
     Attributes:
         buffers: of each unit with parameters on this rank, one for each family of them.
         step_program: decides which tensors are kept, and for how long.
+        snapshots: copy the state into memory; None where nothing does.
     """
 
     def __init__(self, run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, *, learns: bool) -> None:
@@ -39,6 +43,7 @@ class RankState:
         self.mesh = mesh
         self.specs = tuple(specs)
         self.step_program = compile_step(run.plan)
+        self.snapshots: Snapshots | None = None
         plan, config = run.plan, run.config
         layouts = lay_out(
             tuple(specs),
@@ -68,11 +73,11 @@ class RankState:
             for unit in self.step_program.held_by(mesh.at.pp)
         }
 
-    def _each(self) -> Iterator[tuple[int, UnitBuffers]]:
+    def each_buffer(self) -> Iterator[tuple[int, UnitBuffers]]:
         """Every flat buffer, with its unit."""
         return ((unit, b) for unit, buffers in self.buffers.items() for b in buffers)
 
-    def _owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
+    def owned_ranges(self, unit: int, b: UnitBuffers) -> Iterator[tuple[int, int]]:
         """The ranges of a shard that only this rank counts: everything where cut, else on the first place."""
         at, sharers = self.mesh.at, self.mesh.sharers[b.layout.family]
         if (
@@ -100,10 +105,10 @@ class RankState:
         return self._pieces(("weight",), is_frozen=True)
 
     def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[TensorPiece]:
-        for unit, b in self._each():
+        for unit, b in self.each_buffer():
             if b.is_frozen != is_frozen:
                 continue
-            owned = set(self._owned_ranges(unit, b))
+            owned = set(self.owned_ranges(unit, b))
             for kind in kinds:
                 buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
                 for slot, low, high in b.held():
@@ -111,10 +116,25 @@ class RankState:
                     values = b.view(buffer, slot, low, high)
                     yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
 
+    def trained_buffers(self) -> Iterator[UnitBuffers]:
+        """Buffers that the optimizer updates."""
+        return (b for _, b in self.each_buffer() if not b.is_frozen)
+
+    def keep_snapshots(self, memory: SnapshotMemory) -> Snapshots:
+        """Let the step program copy the state into a memory, where it has a ``Snapshot`` and one is due."""
+        frozen = self.step_program.frozen
+        trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
+        self.snapshots = Snapshots(memory, trained, self.mesh.device)
+        return self.snapshots
+
+    def copy(self, unit: int) -> PendingCollective:
+        """Start copying a unit, where a snapshot is due."""
+        return DONE if self.snapshots is None else self.snapshots.copy(unit)
+
     @property
     def is_cut(self) -> bool:
         """Whether other ranks hold parts of the weights that this one computes with."""
-        return any(b.shards_parameters for _, b in self._each())
+        return any(b.shards_parameters for _, b in self.each_buffer())
 
     def share_frozen(self, other: RankState) -> None:
         """Share the memory of another state of the same model for frozen weights."""
@@ -130,11 +150,11 @@ class RankState:
         Args:
             folder: for a file with the content; None keeps it in the host's memory.
         """
-        return OffloadedBuffers((b for _, b in self._each()), folder)
+        return OffloadedBuffers((b for _, b in self.each_buffer()), folder)
 
     def bytes(self) -> Bytes:
         """This rank's current memory, by category."""
-        every = [b.bytes() for _, b in self._each()]
+        every = [b.bytes() for _, b in self.each_buffer()]
         return Bytes(
             params=sum(b.params for b in every),
             gradients=sum(b.gradients for b in every),

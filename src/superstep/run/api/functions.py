@@ -12,23 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from superstep.comm.device import choose
 from superstep.data.preparation.prepare import prepare
-from superstep.errors import ConfigError
 from superstep.observe.jsonl import read
 from superstep.plan.config import RunConfig, StateConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import SILENT, Console
 from superstep.run.exit_messages import INTERRUPTED
-from superstep.run.job import TrainJob, prepared_job
+from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import launch
-from superstep.run.prove_layout import proof_case, prove_layout
+from superstep.run.prepare_job import prepared_job
 from superstep.run.rl.launch_rl import launch_rl
 from superstep.run.rl.prepare_rl import prepared_rl_job
-from superstep.run.tokens import proof_tokens, tokens_in
+from superstep.run.tokens import tokens_in
 from superstep.run.tune_job import prepared_tune_job, resolved_recipe
 from superstep.state.checkpoint_dirs import checkpoints
-from superstep.train.proof.prove_tolerance import ProofVerdict
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig
@@ -111,24 +108,6 @@ def tune_rl(recipe: RlRecipe, *, kernels: Path | None = None, console: Console =
         result = _finish(recipe.state, job, lambda job: launch_rl(job, console))
     reward = _last_event(RunFolder(root=result.run_dir), "rolled").get("reward")
     return RlResult(**asdict(result), last_reward=reward)
-
-
-def prove(config: RunConfig, *, steps: int = 2) -> ProofVerdict:
-    """Compare a layout with one process in fp32, tensor by tensor, as ``superstep prove`` does.
-
-    On GPUs set CUBLAS_WORKSPACE_CONFIG=:4096:8 before, as the command does: it decides the order of cuBLAS's sums.
-
-    Args:
-        config: the run with the layout.
-        steps: to compare.
-    """
-    if steps < 1:
-        raise ConfigError(f"--steps = {steps} must be at least 1.")
-    run = resolve_config(config)
-    choose(config.plan.device, run.plan.mesh.world)  # fails before the reference has run for minutes
-    make = partial(prepare, config.data, vocab_of(run))
-    with proof_tokens(run, make) as corpus, proof_case(run, corpus, steps=steps) as case:
-        return prove_layout(case)
 
 
 def _tune(kind: Kind, config: TuneConfig, console: Console) -> TrainResult:

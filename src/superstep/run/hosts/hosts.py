@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
-from superstep.errors import ConfigError
+from superstep.errors import ConfigError, UserError
+from superstep.launch.network_interface import address_to
 from superstep.plan.resolution.resolve import Resolved
 
 
@@ -53,3 +54,15 @@ def share_out(run: Resolved, hosts: int) -> Resolved:
             "state.snapshot_every."
         )
     return replace(run, config=replace(run.config, state=replace(state, peers=peers)))
+
+
+def own_address(hosts: Hosts) -> str:
+    """The address of this host from which host 0 can be reached.
+
+    Raises:
+        UserError: there is none.
+    """
+    try:
+        return address_to(hosts.meet)
+    except OSError as error:
+        raise UserError(f"--meet = {hosts.meet[0]}:{hosts.meet[1]} cannot be reached ({error}).") from error

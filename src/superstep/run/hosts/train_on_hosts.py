@@ -16,7 +16,8 @@ from superstep.launch.ranks import RankWorld
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.hosts.elastic import plans_of
-from superstep.run.job import Tokens, TrainJob, prepared_job, watch_of
+from superstep.run.job import TrainJob, watch_of
+from superstep.run.prepare_job import Tokens, prepared_job
 from superstep.run.rank import rank
 from superstep.run.recover import Recovery
 from superstep.state.snapshots.memory_snapshot import Handles

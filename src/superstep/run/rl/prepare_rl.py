@@ -8,27 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
-from superstep.errors import ConfigError
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.disk_check import require_disk
-from superstep.run.hosts.hosts import share_out
 from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
+from superstep.run.rl.resolve_recipe import resolved_rl
 from superstep.state.checkpoint import read_position
-from superstep.state.object_store.store_sync import fetch_newest, mirrored
 from superstep.state.verify import newest, verify
 from superstep.train.resume import pass_over
 from superstep.train.run_folder import run_directory
-from superstep.train.run_folder.checkpoint_store import store_of
-from superstep.train.run_folder.run_lock import hold
+from superstep.train.run_folder.checkpoint_store import locked_folder, store_of
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
-from superstep.train.weights.model import operations, resolve_config
+from superstep.train.weights.model import operations
 from superstep.tune.recipe import RECIPE, shorter_sequences, write
-from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe, RolloutConfig
-from superstep.tune.rl.initial_policy import check_same, check_tokenizer, with_start
+from superstep.tune.rl.config import USUAL_TOKENS, RlRecipe
+from superstep.tune.rl.initial_policy import check_same, check_tokenizer
 from superstep.tune.rl.job import RlJob, job_of, own_ranks
 
 
@@ -65,10 +62,8 @@ def prepared_rl_job(
     here = launcher.local_ranks or trainers + samplers
     if choose(choice.config.plan.device, launcher.ranks_here(here)) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=min(here, trainers))
-    with hold(folder), mirrored(folder.checkpoints, store, choice.config.state.keep):
-        if store is not None and choice.config.state.existing == "resume":
-            for line in fetch_newest(store, folder.checkpoints):
-                console.say(line)
+    with locked_folder(choice, folder, store, console.say) as is_fetched:
+        if is_fetched:
             checkpoint = newest(folder.checkpoints, verify)
         step = 0 if checkpoint is None else read_position(checkpoint).step
         if step >= choice.config.train.steps:
@@ -104,42 +99,3 @@ def _write_files(recipe: RlRecipe, run: Resolved, folder: RunFolder, console: Co
     if not has_begun:
         console.say(f"{folder.root}: {plan_text(run)}")
     return files
-
-
-def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
-    """The run of a recipe, and the folder of its initial model.
-
-    Args:
-        recipe: the recipe of the run.
-        ranks: how many ranks another launcher has started; None if Superstep starts them.
-        hosts: how many hosts share the ranks.
-
-    Raises:
-        ConfigError: the recipe cannot work.
-        StateError: the model is missing or incomplete.
-    """
-    config, start = with_start(recipe, recipe.rl, recipe.start)
-    samplers = own_ranks(recipe.rollout)
-    if ranks is not None and ranks <= samplers:
-        raise ConfigError(
-            f"rollout.ranks = {samplers}: of the {ranks} ranks of torchrun none is left to train; start more ranks, or "
-            "set fewer."
-        )
-    run = resolve_config(config, None if ranks is None else ranks - samplers)
-    if hosts == 1:
-        return run, start
-    _require_equal_samplers(recipe.rollout, hosts)
-    return share_out(run, hosts), start
-
-
-def _require_equal_samplers(rollout: RolloutConfig, hosts: int) -> None:
-    """Check that each host can have as many whole samplers.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    if own_ranks(rollout) % (hosts * rollout.tp):
-        raise ConfigError(
-            f"rollout.ranks = {own_ranks(rollout)}: --hosts = {hosts} share the samplers evenly, each with "
-            f"rollout.tp = {rollout.tp} ranks; set a multiple of {hosts * rollout.tp}."
-        )

@@ -15,7 +15,8 @@ from superstep.launch.ranks import RankWorld
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.rl.prepare_rl import prepared_rl_job, resolved_rl
+from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.resolve_recipe import resolved_rl
 from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles

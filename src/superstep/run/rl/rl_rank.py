@@ -29,7 +29,9 @@ from superstep.run.reports.plan_line import plan_text
 from superstep.run.reports.sinks import open_trackers, sinks
 from superstep.train.run_folder.run_lock import hold_shared
 from superstep.tune.rl.colocated import reinforce
-from superstep.tune.rl.disaggregated.disaggregated import sample_apart, train_apart, worlds_of
+from superstep.tune.rl.disaggregated.disaggregated import worlds_of
+from superstep.tune.rl.disaggregated.sampler_rank import sample_apart
+from superstep.tune.rl.disaggregated.trainer_rank import train_apart
 from superstep.tune.rl.job import RlJob
 from superstep.tune.rl.step_rewards import RlStepResult
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
-from superstep.engine.exact.modules import ExactLayers, exact_layers
+from superstep.engine.exact.layer_settings import settings_without_gradients
+from superstep.engine.exact.modules import exact_layers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import left_to_loss
-from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums
 from superstep.engine.layers.implementation import Implementation, install
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.errors import StateError
@@ -24,7 +24,6 @@ from superstep.model.hf import HfTensor, Weights, check_weights
 from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.fixed_point import PARAMETER
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
@@ -108,10 +107,7 @@ def _unit(
     grain, rules = run.plan.grain, run.plan.rules
     computing: tuple[Implementation, ...] = ()
     if grain is not None:
-        # Serving has no gradients.
-        nowhere = GradientSink(torch.empty(0), PARAMETER, GradientSums())
-        sinks = dict.fromkeys(module.parameters(), nowhere)
-        exact = ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=tp, sinks=sinks)
+        exact = settings_without_gradients(module, grain, rules, tp)
         computing = left_to_loss(module, spec) + exact_layers(spec, exact)
     around: tuple[Implementation, ...] = ()
     if tp is not None:

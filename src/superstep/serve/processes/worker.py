@@ -10,12 +10,13 @@ from pathlib import Path
 from superstep.comm.mesh import build_mesh
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.serve.build_engine import KnownModel, load_rank, open_both, share_cores
+from superstep.serve.build_engine import open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.drafting.grammar_protocol import Matcher
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import EngineController
+from superstep.serve.load_rank import KnownModel, load_rank, share_cores
 from superstep.serve.scheduling import engine_messages as messages
 from superstep.serve.scheduling.engine_messages import ORDERS, REPORTS
 from superstep.serve.scheduling.request import Request

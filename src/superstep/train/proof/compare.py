@@ -14,7 +14,8 @@ from torch import Tensor
 
 from superstep.engine.engine import StepResult
 from superstep.model.unit import ParamSpec, initial
-from superstep.numerics.tolerance import Tolerance
+from superstep.numerics.tolerance import SAME_ROUNDING, Tolerance, tolerance
+from superstep.plan.resolution.resolve import Resolved
 from superstep.state.tensor_piece import TensorPiece
 
 FEW = 256
@@ -56,6 +57,30 @@ class Yardstick:
         allowed = self.allowed.of(kind, is_first=step == 0)
         noise = noise if elements < FEW else min(noise, CAP * allowed)
         return max(allowed, self.share * noise)
+
+
+def reference_yardstick(run: Resolved, folder: Path) -> Yardstick:
+    """The reference in ``folder``, with a run's tolerance."""
+    allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
+    return Yardstick("the reference", folder, allowed)
+
+
+def has_same_roundings(run: Resolved) -> bool:
+    """Whether a layout rounds to the compute dtype as one rank does: no product or exchange is cut."""
+    mesh = run.plan.mesh
+    return mesh.tp == mesh.cp == mesh.ep == 1
+
+
+def yardsticks_of(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[Yardstick]:
+    """What a run is compared with: the reference in ``folder``, and one rank of the engine, where it has run."""
+    plain = reference_yardstick(run, folder)
+    if one_rank is None:
+        yield plain
+        return
+    noise = (one_rank, folder)
+    yield replace(plain, noise=noise, share=2.0)
+    if has_same_roundings(run):
+        yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,17 +14,12 @@ from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved
+from superstep.train.proof.compare import has_same_roundings, reference_yardstick
 from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
-from superstep.train.proof.prove_tolerance import (
-    ProofVerdict,
-    has_same_roundings,
-    prove,
-    reference,
-    write_one_rank,
-    write_reference,
-)
+from superstep.train.proof.prove_tolerance import prove, write_one_rank, write_reference
 from superstep.train.proof.reference import reference_validation
 from superstep.train.proof.stream import plain_split
+from superstep.train.proof.verdict import ProofVerdict
 from superstep.train.weights.model import resolve_config, units_of
 
 DECAY = 20.0
@@ -181,7 +176,7 @@ def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
 
 def unseen(case: ProofCase) -> Iterator[str]:
     """What the verdict does not cover, one line each."""
-    allowed = reference(case.run, case.folder).allowed
+    allowed = reference_yardstick(case.run, case.folder).allowed
     below = f"differences below {allowed.gradient:.0e} of a gradient, {allowed.update:.0e} of an update"
     if case.one_rank is None:
         yield below

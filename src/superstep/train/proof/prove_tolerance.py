@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,16 +19,20 @@ from superstep.engine.engine import Engine, StepResult
 from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.model.unit import UnitSpec, global_specs
-from superstep.numerics.tolerance import SAME_ROUNDING, tolerance
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
-from superstep.program.compile import compile_step
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import TensorPiece
 from superstep.train.lr_schedule import rate
-from superstep.train.proof.compare import KINDS, Compare, Difference, Yardstick, scales
-from superstep.train.proof.likely_causes import hints
+from superstep.train.proof.compare import (
+    Compare,
+    Difference,
+    Yardstick,
+    reference_yardstick,
+    scales,
+    yardsticks_of,
+)
 from superstep.train.proof.reference import reference_steps, unit_steps
 from superstep.train.proof.restart import (
     DATA,
@@ -42,50 +46,10 @@ from superstep.train.proof.restart import (
 )
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import stream_fault
+from superstep.train.proof.verdict import ProofVerdict, judge
 from superstep.train.weights.model import units_of
 
 TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProofVerdict:
-    """The verdict on a layout.
-
-    Attributes:
-        compared: values compared, over all steps and ranks.
-        worst: the largest difference of each kind from each yardstick, relative to its tolerance.
-        first: the first wrong value, in the order of ``KINDS`` within each step; None without one.
-        hints: likely causes: a factor that all gradients share, the instructions that made it.
-        again: of a second run, and one that was stopped and resumed.
-        stream: a difference between stream and plain code, in words; None if not checked.
-        validation: the loss on the held-out text against the reference's; None likewise.
-        sampler: a difference between sampler and plain code, in words; None likewise.
-    """
-
-    compared: int
-    worst: tuple[Difference, ...]
-    first: Difference | None
-    hints: tuple[str, ...]
-    again: RestartResult
-    stream: str | None = None
-    validation: Difference | None = None
-    sampler: str | None = None
-
-    @property
-    def is_deterministic(self) -> bool | None:
-        """Whether a second run gave the same bits; None if not checked."""
-        return self.again.is_rerun_same
-
-    @property
-    def is_proven(self) -> bool:
-        return self.first is None and self.again.is_same and not any(self.wrong_beside)
-
-    @property
-    def wrong_beside(self) -> tuple[str, ...]:
-        """Faults outside of the steps, in words."""
-        is_off = self.validation is not None and self.validation.is_wrong
-        validation = self.validation.describe() if self.validation is not None and is_off else ""
-        return tuple(text for text in (self.stream, validation, self.sampler) if text)
 
 
 def write_reference(
@@ -167,7 +131,7 @@ def prove(  # noqa: PLR0913
     """
     specs = specs or units_of(run)
     has_order = _has_order(world, run)
-    yardsticks = list(_yardsticks(run, folder, one_rank))
+    yardsticks = list(yardsticks_of(run, folder, one_rank))
     with world.device.deterministic() if has_order else nullcontext():
         beside = _beside(world, run, corpus) if reruns and corpus is not None else (None, None)
         verdict = _judge_runs(world, run, specs, batches, yardsticks, reruns and has_order, corpus)
@@ -221,49 +185,13 @@ def _judge_runs(
     # A wrong run is only repeated without the training loop, which refuses a loss that is not finite.
     corpus = None if any(d.is_wrong for d in everyone) else corpus
     again = go_again(world, run, len(batches), bits, straight, corpus) if reruns else RestartResult()
-    return _judge(everyone, again, run, specs)
+    return judge(everyone, again, run, specs)
 
 
 def differences(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> list[Difference]:
     """Every compared value of every rank, as ``prove`` judges them."""
-    compared, _ = _straight(world, run, units_of(run), batches, (reference(run, folder),))
+    compared, _ = _straight(world, run, units_of(run), batches, (reference_yardstick(run, folder),))
     return [d for part in gather(compared, list[Difference]) for d in part]
-
-
-def reference(run: Resolved, folder: Path) -> Yardstick:
-    """The reference in ``folder``, with a run's tolerance."""
-    allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
-    return Yardstick("the reference", folder, allowed)
-
-
-def has_same_roundings(run: Resolved) -> bool:
-    """Whether a layout rounds to the compute dtype as one rank does: no product or exchange is cut."""
-    mesh = run.plan.mesh
-    return mesh.tp == mesh.cp == mesh.ep == 1
-
-
-def _yardsticks(run: Resolved, folder: Path, one_rank: Path | None) -> Iterator[Yardstick]:
-    plain = reference(run, folder)
-    if one_rank is None:
-        yield plain
-        return
-    noise = (one_rank, folder)
-    yield replace(plain, noise=noise, share=2.0)
-    if has_same_roundings(run):
-        yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
-
-
-def _judge(
-    differences: Sequence[Difference], again: RestartResult, run: Resolved, specs: Sequence[UnitSpec]
-) -> ProofVerdict:
-    # Of the ranks that hold a piece of one tensor the worst counts.
-    names = list(dict.fromkeys(d.against for d in differences))
-    parts = [[d for d in differences if d.against == name and d.kind == kind] for name in names for kind in KINDS]
-    worst = tuple(max(part, key=lambda d: d.badness) for part in parts if part)
-    wrong = [d for d in differences if d.is_wrong]
-    first = min(wrong, key=lambda d: (d.step, KINDS.index(d.kind), names.index(d.against), -d.badness), default=None)
-    likely = () if first is None else tuple(hints(first, differences, compile_step(run.plan), specs))
-    return ProofVerdict(compared=len(differences), worst=worst, first=first, hints=likely, again=again)
 
 
 def _straight(

@@ -35,12 +35,11 @@ from superstep.tune.rl.job import (
     note_rollback,
     open_log,
     serve_of,
-    started_trainer,
     with_room,
     worker_settings,
 )
 from superstep.tune.rl.memory_budget import beside_communicators, sampler_plan
-from superstep.tune.rl.policy_trainer import PolicyTrainer
+from superstep.tune.rl.policy_trainer import PolicyTrainer, started_trainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
@@ -212,7 +211,7 @@ def reinforce(
             except RunWentBack as back:
                 record.close()
                 if world.rank == 0:
-                    note_rollback(job, back)
+                    note_rollback(job, back.to_step, back.skip)
                 barrier(world.device)  # the others read it
                 job = continue_from(job, back.to_step)
                 record = _open_log(world, job)

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning: preparation in the launcher, and the work of each rank."""
+"""A run of reinforcement learning: its job, and what is left of it after a step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
-from superstep.launch.ranks import World
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.skip_and_rollback import batches_left_out
@@ -19,7 +18,6 @@ from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory
 from superstep.state.verify import newest
 from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.weights.hf_files import hf_files
 from superstep.tune.program.compile import compile_iterations
 from superstep.tune.program.instructions import Iterations, RlSchedule
 from superstep.tune.rl.config import RlConfig, RolloutConfig
@@ -31,15 +29,11 @@ from superstep.tune.rl.memory_budget import (
     require_snapshot_room,
     sizes_of,
 )
-from superstep.tune.rl.policy_trainer import PolicyTrainer
-from superstep.tune.rl.rl_step import RunWentBack
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 from superstep.tune.rl.rollout_worker import SamplerSettings
 
 PROGRAM = "iterations.txt"
 """The rest of the run, as text."""
-
-TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +196,12 @@ def relaunched(job: RlJob, recovered: int | None) -> RlJob:
     return continue_from(replace(job, checkpoint=checkpoint, recovered=recovered), step)
 
 
-def note_rollback(job: RlJob, back: RunWentBack) -> None:
-    """Record that the run has gone back, and what it leaves out."""
+def note_rollback(job: RlJob, to_step: int, skip: str) -> None:
+    """Record that the run has gone back, and what it leaves out, in the form of ``train.skip``."""
     record = RolloutLog(job.folder.root / NAME)
-    record.go_back(back.to_step)
-    if back.skip:
-        record.leave_out(back.skip, job.rl.groups)
+    record.go_back(to_step)
+    if skip:
+        record.leave_out(skip, job.rl.groups)
     record.close()
 
 
@@ -277,20 +271,3 @@ def require_pure(environment: EnvironmentProcess, seed: int) -> None:
             f"{environment.path}: task(0, {seed}) gives another task when it is asked again; make it a function of its "
             "two numbers, by random.Random(f'{index}:{seed}') say."
         )
-
-
-def started_trainer(world: World, job: RlJob) -> PolicyTrainer:
-    """The trainer of a training rank, at the place in the run where the job begins."""
-    texts = beside(job) if world.rank == 0 else {}
-    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
-    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
-    if job.rl.kl_coef:
-        trainer.keep_reference(job.start)
-    return trainer
-
-
-def beside(job: RlJob) -> dict[str, str]:
-    """The text files of a checkpoint and of a snapshot, for a Hugging Face folder."""
-    files = hf_files(job.run.config, job.run.decoder, job.start / "tokenizer.json")
-    template = job.start / TEMPLATE
-    return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})

@@ -14,8 +14,8 @@ from superstep.cost.serve import RankModelSize
 from superstep.errors import ConfigError
 from superstep.plan.resolution.resolve import Plan, Resolved
 from superstep.program.compile import compile_step
-from superstep.serve.build_engine import setting_model, usual_pages
 from superstep.serve.config import ServeConfig, plan_named
+from superstep.serve.load_rank import setting_model, usual_pages
 from superstep.state.fsync import free_bytes
 from superstep.tune.program.instructions import Iterations
 from superstep.tune.program.memory import Sizes, Where, peaks, require_room

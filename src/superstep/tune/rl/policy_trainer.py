@@ -20,11 +20,13 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
-from superstep.train.run_folder.identity import FILE as IDENTITY
-from superstep.train.run_folder.identity import identity_of, identity_text
+from superstep.train.open_engine import open_engine
+from superstep.train.run_folder.identity import identity_of
 from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.trainer import Trainer, open_engine
+from superstep.train.trainer import Trainer
+from superstep.train.weights.checkpoint_files import files_beside_start
 from superstep.train.weights.model import model_alone, shapes_of, units_of
+from superstep.tune.rl.job import RlJob
 
 KEEP_ALL = 1 << 30
 """Published versions that stay: only the program retires them."""
@@ -51,10 +53,8 @@ class PolicyTrainer(Trainer):
     def __init__(
         self, world: World, run: Resolved, folder: RunFolder, files: Mapping[str, str], *, temperature: float = 1.0
     ) -> None:
-        identity = identity_of(run)
-        files = {**files, IDENTITY: identity_text(identity)}
         engine = open_engine(world, run, temperature=temperature)
-        super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
+        super().__init__(world, run, engine, folder=folder, identity=identity_of(run), files=files)
         self.position = Position()
         self._temperature = temperature
         self._asleep: list[OffloadedBuffers] = []
@@ -203,3 +203,13 @@ class PolicyTrainer(Trainer):
         for held in self._asleep:
             held.wake()
         self._asleep = []
+
+
+def started_trainer(world: World, job: RlJob) -> PolicyTrainer:
+    """The trainer of a training rank, at the place in the run where the job begins."""
+    texts = files_beside_start(job.run, job.start) if world.rank == 0 else {}
+    trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)
+    trainer.start(job.checkpoint, job.start, job.memory(world.rank), job.recovered, job.epoch)
+    if job.rl.kl_coef:
+        trainer.keep_reference(job.start)
+    return trainer

@@ -36,12 +36,13 @@ from superstep.grade.task import Task
 from superstep.launch.ranks import World
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
-from superstep.serve.build_engine import KnownModel, Rank, load_rank, open_both
+from superstep.serve.build_engine import open_both
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.compute.runner.rank_commands import Tensors
 from superstep.serve.config import ServeConfig, plan_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.engine_control import EngineController
+from superstep.serve.load_rank import KnownModel, Rank, load_rank
 from superstep.tune.rl.config import RolloutConfig
 from superstep.tune.rl.from_rank0 import BEAT_S
 from superstep.tune.rl.sampling import RolloutSampler, TaskGroup, TextCodec, require_vocab

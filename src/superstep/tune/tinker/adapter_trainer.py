@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from superstep.comm.device import Device
-from superstep.engine.incremental import PassResult, PiecemealEngine
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.incremental import PiecemealEngine
 from superstep.errors import DataError, Fault, StateError
 from superstep.launch.ranks import World
 from superstep.model.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
-from superstep.numerics.loss import IGNORE
-from superstep.numerics.objective import Objective
 from superstep.plan.resolution.lora import PREFIX
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill
 from superstep.state.manifest import Position
+from superstep.train.open_engine import open_mesh
 from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.trainer import Trainer, open_mesh
+from superstep.train.trainer import Trainer
 from superstep.train.weights.model import units_of
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.losses import TrainingSequence, find_loss, lesson
+from superstep.tune.tinker.losses import find_loss, join_measures, lesson, metric_names
 from superstep.tune.tinker.model_request import ModelRequest, run_of
+from superstep.tune.tinker.pack_sequences import pack_sequences
 from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
 from superstep.tune.tinker.request_schema import AdamParams
 from superstep.tune.tinker.saved_models import ABOUT, About
 
 STEP = "step-000000"
-ROUND_TOKENS = 16
-"""Rows are padded to multiples of this number of tokens, so that few lengths occur."""
 
 
 class AdapterTrainer(Trainer):
@@ -110,18 +107,17 @@ class AdapterTrainer(Trainer):
         loss, tokens = 0.0, 0
         logprobs: dict[int, Numbers] = {}
         joined: dict[str, float] = {}
-        for places in self._groups(lessons):
-            microbatch = self._microbatch([lessons[at] for at in places])
+        for places, microbatch in pack_sequences(lessons, self._config.batch_tokens, most, self._engine.mesh.device):
             try:
                 passed = work(microbatch, objective)
             except RuntimeError as error:
                 raise self._failed(error, request) from error
             counted = int((microbatch.streams["weights"] != 0).sum())
-            joined = _joined(objective, joined, tokens, passed, counted)
+            joined = join_measures(objective, joined, tokens, passed.measures, counted)
             loss, tokens = loss + passed.loss, tokens + counted
             rows = passed.logp.detach().float().cpu()
             logprobs |= {at: rows[row, : len(lessons[at].tokens)].numpy() for row, at in enumerate(places)}
-        metrics = {"loss:sum": loss} | _named(objective, joined)
+        metrics = {"loss:sum": loss} | metric_names(objective, joined)
         return write_output([logprobs[at] for at in range(len(lessons))], metrics)
 
     def _failed(self, error: Exception, request: ForwardBackward) -> Fault:
@@ -131,40 +127,6 @@ class AdapterTrainer(Trainer):
             return Fault(message)
         self._incremental.drop_gradients()
         return Fault(f"{message} The gradients since the last update are gone; give the sequences again.")
-
-    def _groups(self, lessons: Sequence[TrainingSequence]) -> Iterator[list[int]]:
-        """The sequences of each pass, grouped by length."""
-        group: list[int] = []
-        for at in sorted(range(len(lessons)), key=lambda at: len(lessons[at].tokens)):
-            if group and (len(group) + 1) * self._padded(lessons[at]) > self._config.batch_tokens:
-                yield group
-                group = []
-            group.append(at)
-        yield group
-
-    def _padded(self, one: TrainingSequence) -> int:
-        most = self.run.config.data.sequence_tokens
-        return min(-(-len(one.tokens) // ROUND_TOKENS) * ROUND_TOKENS, most)
-
-    def _microbatch(self, lessons: Sequence[TrainingSequence]) -> Microbatch:
-        length, device = max(self._padded(one) for one in lessons), self._engine.mesh.device.torch
-
-        def rows(get: Callable[[TrainingSequence], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
-            made = torch.full((len(lessons), length), rest, dtype=dtype)
-            for row, one in enumerate(lessons):
-                made[row, : len(one.tokens)] = torch.tensor(get(one), dtype=dtype)
-            return made.to(device)
-
-        names = lessons[0].streams
-        streams = {name: rows(lambda one, name=name: one.streams[name], torch.float32, 0.0) for name in names}  # type: ignore[misc]
-        if "weights" not in streams:
-            # A token without an advantage has no gradient and must not count in the metrics.
-            streams["weights"] = (streams["advantages"] != 0).float()
-        return Microbatch(
-            tokens=rows(lambda one: one.tokens, torch.long, 0),
-            targets=rows(lambda one: one.targets, torch.long, IGNORE),
-            streams=streams,
-        )
 
     def optim_step(self, adam: AdamParams) -> Mapping[str, float]:
         """Update the adapter by the added gradients; the metrics.
@@ -235,24 +197,3 @@ def require_base(about: About, version: str, name: str) -> None:
             f"the saved weights add to '{about.base}' of digest {about.version}, and '{name}' of digest {version} is "
             "served; serve that one, or begin anew."
         )
-
-
-def _joined(
-    objective: Objective, metrics: Mapping[str, float], tokens: int, result: PassResult, counted: int
-) -> dict[str, float]:
-    """Means and maxima of earlier passes joined with those of another."""
-    if not metrics:
-        return dict(result.measures)
-    both = max(1, tokens + counted)
-    joined = {}
-    for name, value in result.measures.items():
-        if name in objective.maxima:
-            joined[name] = max(metrics[name], value)
-        else:
-            joined[name] = (metrics[name] * tokens + value * counted) / both
-    return joined
-
-
-def _named(objective: Objective, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics with the suffix by which Tinker's client joins several requests."""
-    return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in metrics.items()}

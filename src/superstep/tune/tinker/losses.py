@@ -152,3 +152,24 @@ def _check_ids(ids: Numbers, what: str, vocab: int) -> None:
     if ids.min() < 0 or ids.max() >= vocab:
         strange = next(int(token) for token in ids if not 0 <= token < vocab)
         raise DataError(f"{what} holds token {strange}; token ids of this model are 0 to {vocab - 1}.")
+
+
+def join_measures(
+    objective: Objective, earlier: Mapping[str, float], tokens: int, measures: Mapping[str, float], counted: int
+) -> dict[str, float]:
+    """Means and maxima over ``tokens`` of earlier passes joined with those over ``counted`` tokens of another."""
+    if not earlier:
+        return dict(measures)
+    both = max(1, tokens + counted)
+    joined = {}
+    for name, value in measures.items():
+        if name in objective.maxima:
+            joined[name] = max(earlier[name], value)
+        else:
+            joined[name] = (earlier[name] * tokens + value * counted) / both
+    return joined
+
+
+def metric_names(objective: Objective, measures: Mapping[str, float]) -> dict[str, float]:
+    """Metrics with the suffix by which Tinker's client joins several requests."""
+    return {f"{name}:{'max' if name in objective.maxima else 'mean'}": value for name, value in measures.items()}

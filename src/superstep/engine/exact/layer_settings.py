@@ -1,0 +1,81 @@
+"""Settings of a rank's layers in exact mode: the pieces of every sum, and the grid of each gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from superstep.comm.mesh import Group
+from superstep.engine.exact.linear import ReductionCut
+from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums
+from superstep.model.unit import ParamSpec
+from superstep.numerics.fixed_point import PARAMETER, Grid, RangeExcess
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.resolution.reduction_grain import Grain
+from superstep.plan.rules import Rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactLayers:
+    """Settings of a rank's layers in exact mode.
+
+    Attributes:
+        grain: the pieces of every sum.
+        rules: which axes are cut over tp, for any degree.
+        chunks: chunks of the sequence on this rank.
+        parts: parts of the sequence that this rank sends to a mixture of experts, which tp splits too.
+        group: the tp ranks; None where tp = 1.
+        sinks: for each trained parameter, the target of its gradient: int64, of its shape.
+    """
+
+    grain: Grain
+    rules: Rules
+    chunks: int
+    parts: int
+    group: Group | None
+    sinks: Mapping[nn.Parameter, GradientSink]
+
+    def cut(self, param: ParamSpec) -> ReductionCut:
+        """The cut of a linear layer's sums; the dims of its weight are (output, input)."""
+        if "shared_ffn" in param.axes:
+            return ReductionCut(
+                cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None
+            )
+        is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
+        cells = self.grain.cells // (1 if self.group is None else self.group.size())
+        return ReductionCut(
+            cells_in=cells if is_cut_in else 1,
+            cells_out=cells if is_cut_out else 1,
+            is_cut_in=is_cut_in,
+            is_cut_out=is_cut_out,
+            chunks=self.chunks,
+            group=self.group,
+        )
+
+
+def settings_without_gradients(module: nn.Module, grain: Grain, rules: Rules, group: Group | None) -> ExactLayers:
+    """The settings of a served module, of whole sequences."""
+    nowhere = GradientSink(torch.empty(0), PARAMETER, GradientSums())
+    sinks = dict.fromkeys(module.parameters(), nowhere)
+    return ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=group, sinks=sinks)
+
+
+def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
+    """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
+    product each, a lookup or a norm every token. A tied table has both.
+    """
+    products = grain.microbatches * max(grain.chunks, grain.parts)
+    if "experts" in spec.axes:
+        terms = grain.sequences * grain.parts
+    elif "vocab" in spec.axes:
+        terms = grain.tokens + products
+    elif "head_dim" in spec.axes:
+        terms = grain.tokens * shape.heads
+    elif len(spec.axes) == 1:
+        terms = grain.tokens
+    else:
+        terms = products
+    return PARAMETER.of(terms, f"the gradient of {spec.name}", excess)

@@ -1,0 +1,93 @@
+"""The update of a step: what the program's ``Step`` does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from superstep.engine.flat.rank_state import RankState
+from superstep.engine.optimizer import Optimizer, OwnedRanges
+from superstep.engine.step_context import StepContext, StepResult
+from superstep.engine.token_metrics import WEIGHTS_MEND
+from superstep.errors import Fault
+from superstep.monitor.status_page import HeartbeatReceiver
+from superstep.numerics.fixed_point import OutOfRange, RangeExcess
+from superstep.numerics.update_rules import RULES, OptimizerSettings
+from superstep.program.instructions import Step
+from superstep.program.text import describe
+
+
+class StepUpdate:
+    """Sums a step's numbers over all ranks, lets its judge decide, and updates the parameters.
+
+    Args:
+        state: of this rank.
+        excess: range overflows of exact sums on this rank.
+        heart: receives the progress.
+
+    Attributes:
+        optimizer: of the trained buffers.
+        measures: the objective's measures of the newest step, also available in ``inspect``.
+    """
+
+    def __init__(self, state: RankState, excess: RangeExcess, heart: HeartbeatReceiver) -> None:
+        train = state.run.config.train
+        self._state, self.excess, self._heart = state, excess, heart
+        self.measures: Mapping[str, float] = {}
+        self.optimizer = Optimizer(
+            [OwnedRanges(b, tuple(state.owned_ranges(unit, b))) for unit, b in state.each_buffer() if not b.is_frozen],
+            RULES[train.optimizer],
+            OptimizerSettings(
+                beta1=train.beta1,
+                beta2=train.beta2,
+                eps=train.eps,
+                weight_decay=train.weight_decay,
+                clip_norm=train.clip_norm,
+            ),
+            state.mesh.world,
+            is_exact=state.run.plan.grain is not None,
+        )
+
+    def run(self, context: StepContext, loss: Tensor) -> StepResult:
+        """Update the parameters after a step's backward passes, or return the reason of a rejection.
+
+        Args:
+            context: of the step.
+            loss: summed over this rank's tokens.
+        """
+        arguments, copies = context.update, self._state.snapshots
+        assert arguments is not None, "a program with a Step is given its arguments"
+        flags: Sequence[bool] = (False, False)
+        self.measures = {}
+        try:
+            mine = context.metrics.numbers(loss)
+            self._heart.waits()
+            own_flags = arguments.stop.is_asked, copies is not None and copies.refused is not None
+            square, sums, flags = self.optimizer.sums(mine, self.excess, own_flags)
+            self._heart.works()
+            self.measures = context.metrics.decode(sums)
+            loss_value, norm, refused = sums[0] / arguments.divisor, math.sqrt(square), ""
+        except OutOfRange as error:
+            if arguments.judge is None:
+                mend = "" if context.metrics.is_plain else f" {WEIGHTS_MEND}"
+                step, rank = context.number, self._state.mesh.rank
+                raise Fault(f"{error}{mend}", rank=rank, step=step, instruction=describe(Step())) from error
+            self.excess.clear()
+            loss_value, norm, refused = math.nan, math.nan, str(error)
+        if not refused and arguments.judge is not None:
+            refused = arguments.judge(loss_value, norm)
+        if not refused:
+            if arguments.inspect is not None:
+                arguments.inspect()
+            self.optimizer.step(arguments.lr, norm)
+        return StepResult(
+            loss=loss_value,
+            grad_norm=norm,
+            tokens=arguments.valid_tokens,
+            is_stop_asked=flags[0],
+            is_copy_refused=flags[1],
+            measures=self.measures,
+            refused=refused,
+        )

@@ -1,0 +1,29 @@
+"""Text files beside the tensors of a checkpoint, so that it is a folder of Hugging Face's and names its data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from superstep.plan.resolution.resolve import Resolved
+from superstep.train.weights.hf_files import hf_files
+from superstep.train.weights.lora_base import draw_base, files_of
+
+TEMPLATE = "chat_template.jinja"
+
+
+def files_beside_corpus(run: Resolved, corpus: Path) -> dict[str, str]:
+    """Those of a run on a corpus, by name.
+
+    Args:
+        run: with adapters, their base is drawn, until weights are given.
+        corpus: the folder of token files.
+    """
+    files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
+    files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
+    return files if run.config.lora is None else files | files_of(run, draw_base(run))
+
+
+def files_beside_start(run: Resolved, start: Path) -> dict[str, str]:
+    """Those of a run that tunes the model in a folder, by name."""
+    files, template = hf_files(run.config, run.decoder, start / "tokenizer.json"), start / TEMPLATE
+    return files | ({TEMPLATE: template.read_text(encoding="utf-8")} if template.is_file() else {})
