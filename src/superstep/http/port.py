@@ -1,4 +1,4 @@
-"""Port: an address that a server listens on, taken before anything is loaded."""
+"""Port: an address that a server listens on. It is opened before the server loads anything."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from superstep.observe.http_access import HostNames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """A port that is listened on.
+    """An open port.
 
     Attributes:
         host: its address.
         listening: its socket.
         entrance: the checks before the application that is served on it.
-        grace_s: seconds for requests under way once the server is to end.
+        grace_s: seconds that running requests get after a request to stop.
     """
 
     host: str
@@ -52,12 +52,12 @@ def open_port(host: str, port: int, *, names: Sequence[str], grace_s: float) -> 
 
     Args:
         host: the address to listen on.
-        port: 0 is any free one.
-        names: that a request's Host header may have beside loopback's.
-        grace_s: seconds for requests under way once the server is to end.
+        port: 0 means any free port.
+        names: names that a request's Host header may have, in addition to those of loopback.
+        grace_s: seconds that running requests get after a request to stop.
 
     Raises:
-        ConfigError: the port cannot be listened on.
+        ConfigError: the server cannot listen on the port.
     """
     with listen(host, port) as listening:
         entrance = Entrance(hosts=HostNames(address=host, names=names))

@@ -1,7 +1,7 @@
 """A decoder of the Llama, Mistral and Qwen families, as one would write it for one device.
 
-It has no parallelism. Two conventions let ``engine`` cut the modules from outside: the number of heads is read from the
-projection's output, never from the shape; attention, and the dispatch of a mixture of experts, are arguments.
+It has no parallelism. Two conventions let ``engine`` shard the modules from outside. The number of heads is read from
+the projection's output, never from the shape. Attention, and the dispatch of a mixture of experts, are arguments.
 
     B  sequences              D  width of the residual stream
     S  positions              F  inner width of the feed-forward
@@ -55,7 +55,7 @@ class Sliding:
         """The attention output: [B, S, N, H]."""
         if q_BSNH.shape[1] <= self.window:
             return flash(q_BSNH, k_BSKH, v_BSKH)
-        if q_BSNH.is_cuda:  # once, for both blocks of a key
+        if q_BSNH.is_cuda:  # expand each key once, because two blocks of queries use it
             k_BSKH, v_BSKH = (
                 expand_heads(x.transpose(1, 2), q_BSNH.transpose(1, 2)).transpose(1, 2) for x in (k_BSKH, v_BSKH)
             )
@@ -106,7 +106,7 @@ class Attention(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to the residual stream."""
+    """Maps tokens to the residual stream."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The last norm, and the logits."""
+    """The final norm, and the projection to logits."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()

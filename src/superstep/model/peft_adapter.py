@@ -1,4 +1,4 @@
-"""Adapters: low-rank additions to a model's linears (LoRA, Hu 2021), in and out of a peft folder.
+"""Adapters: low-rank additions to a model's linears (LoRA, Hu 2021), read from and written to a peft folder.
 
 folder/adapter_config.json          rank, alpha, and which linears
 folder/adapter_model.safetensors    base_model.model.<linear>.lora_A.weight and ...lora_B.weight
@@ -42,7 +42,7 @@ class LoraFactors:
     Attributes:
         a: the first factor, [R, I].
         b: the second, [O, R].
-        alpha: the strength, before it is divided by the rank, or by its root.
+        alpha: the strength, before it is divided by the rank or its square root.
     """
 
     a: Tensor
@@ -61,7 +61,7 @@ class Adapter:
     Attributes:
         parts: for each linear, by its global name without ``.weight``.
         is_stabilized: whether alpha is divided by the root of the rank (``use_rslora``).
-        version: a digest of its files; empty for one that was not read from files.
+        version: a digest of its files; empty if it was not read from files.
     """
 
     parts: Mapping[str, LoraFactors]
@@ -69,18 +69,18 @@ class Adapter:
     version: str = ""
 
     def scale(self, name: str) -> float:
-        """The factor of a linear's addition."""
+        """The factor of the addition to a linear."""
         return scale_of(self.parts[name].alpha, self.parts[name].rank, is_stabilized=self.is_stabilized)
 
 
 def scale_of(alpha: float, rank: int, *, is_stabilized: bool) -> float:
-    """The factor of the product of both matrices."""
+    """The factor of the product B(A(x))."""
     return alpha / (math.sqrt(rank) if is_stabilized else rank)
 
 
 def linears_of(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """The linears that an adapter may have, by global name, with outputs and inputs: those of the blocks without
-    experts, which process other tokens at every step, and their routers.
+    """Outputs and inputs of the linears that an adapter may change, by global name: all linears of the blocks, except
+    experts and routers, which process other tokens at every step.
     """
     parameters = (p for unit in outline_of(shape).units if unit.name.startswith("block.") for p in unit.parameters)
     return {
@@ -95,7 +95,7 @@ def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]]) -> Adapte
 
     Args:
         folder: in peft's format.
-        linears: of the model: outputs and inputs by global name.
+        linears: outputs and inputs of the model's linears, by global name.
 
     Raises:
         ConfigError: its configuration is not supported, or its tensors do not match this model's linears.
@@ -131,7 +131,7 @@ def _factors(
         name = key.removeprefix(PREFIX).removesuffix(end or "")
         if end is None or not key.startswith(PREFIX) or name not in linears:
             raise ConfigError(
-                f"{file}: tensor '{key}' adds to no linear that takes adapters: those of this model are "
+                f"{file}: tensor '{key}' belongs to no linear that takes adapters; in this model these are "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linears}))} of its {_layers(linears)} layers, "
                 f"as in {PREFIX}{next(iter(linears))}{A}."
             )
@@ -153,8 +153,8 @@ def _check_targets(
     named = {name for name in linears if config.targets(name)}
     if named - targets:
         raise StateError(
-            f"{folder / FILE}: target_modules of {CONFIG} names {min(named - targets)}, and it has no tensors "
-            "of that; save the adapter again."
+            f"{folder / FILE}: target_modules of {CONFIG} names {min(named - targets)}, but the file has no "
+            "tensors of it; save the adapter again."
         )
     if targets - named:
         raise ConfigError(
@@ -212,9 +212,9 @@ def config_text(strengths: Mapping[str, tuple[int, float]], *, is_stabilized: bo
 
 
 def write_adapter(folder: Path, adapter: Adapter, *, base: str | None = None) -> None:
-    """Write an adapter in peft's format: each linear by its full name, so that no other one matches.
+    """Write an adapter in peft's format, with full names of linears, so that each name matches one linear only.
 
-    Two files cannot be replaced at once: with concurrent readers, give each version a folder of its own.
+    Two files cannot be replaced at once: if others may read the folder, give each version its own folder.
 
     Args:
         folder: created if missing.

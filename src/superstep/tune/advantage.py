@@ -1,4 +1,4 @@
-"""From the rewards of a group of answers to the weights of their tokens.
+"""Advantages: from the rewards of a group of answers to the weights of their tokens.
 
 A group is several answers to one prompt. Their rewards count only relative to each other:
 
@@ -7,9 +7,9 @@ A group is several answers to one prompt. Their rewards count only relative to e
     rloo        r_i - mean of the others               1                    answers               Ahmadian 2024, eq. 8
     dr-grpo     r_i - mean                             1                    answers · max_tokens  Liu 2025, sec. 3.1
 
-``std`` is that of a sample, with divisor n - 1. Weights and divisor depend only on numbers that are known before the
-step, so that the loss does not depend on how it is split. Plain floats and correctly rounded sums: the same bits on any
-machine, and for the answers of a group in any order.
+``std`` is the sample standard deviation, with divisor n - 1. Weights and divisor depend only on numbers that are known
+before the step, so the loss does not depend on the layout. Sums of plain floats are correctly rounded, so the bits are
+the same on any machine, and for any order of the answers in a group.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Advantages:
     """Advantages of a batch of groups.
 
     Attributes:
-        groups: of each answer; None for a group that is left out.
-        divisor: of the step's loss; 0 where nothing counts, and then there is no step.
+        groups: the share of each answer, by group; None for a group that is left out.
+        divisor: the divisor of the step's loss; 0 if no answer counts, and then no step is taken.
     """
 
     groups: tuple[tuple[TokenShare, ...] | None, ...]
@@ -87,7 +87,7 @@ class Advantage:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens = {self.max_tokens} must be at least 1: an answer has a token.")
+            raise ConfigError(f"max_tokens = {self.max_tokens} must be at least 1: an answer has at least one token.")
         if self.overlong == "penalty" and not 1 <= self._margin_tokens <= self.max_tokens:
             raise ConfigError(
                 f"overlong_tokens = {self._margin_tokens} must be in 1 to {self.max_tokens} (max_tokens): the penalty "
@@ -102,11 +102,11 @@ class Advantage:
         """The advantage and weight of each answer's tokens.
 
         Raises:
-            ConfigError: a group has only one answer, so that nothing can be compared.
+            ConfigError: a group has only one answer, so it cannot be compared with others.
             DataError: a reward is NaN, or an answer has no token.
         """
         of_groups = [self._group(number, group) for number, group in enumerate(groups)]
-        # In float: sums of whole numbers do not depend on their order.
+        # Sums of whole numbers are exact in float, in any order.
         counted = sum(share.weight > 0 for shares in of_groups if shares is not None for share in shares)
         each = self.max_tokens if self.estimator == "dr-grpo" else 1
         return Advantages(groups=tuple(of_groups), divisor=float(counted * each))
@@ -114,14 +114,13 @@ class Advantage:
     def _group(self, number: int, group: Sequence[ScoredAnswer]) -> tuple[TokenShare, ...] | None:
         if len(group) < 2:
             raise ConfigError(
-                f"group {number} has {len(group)} answer: an advantage is one over the other answers; set rl.group to "
-                "at least 2."
+                f"group {number} has {len(group)} answer: an advantage needs other answers; set rl.group to at least 2."
             )
         for place, answer in enumerate(group):
             if not math.isfinite(answer.reward) or answer.tokens < 1:
                 raise DataError(
                     f"answer {place} of group {number} has the reward {answer.reward} and {answer.tokens} tokens; a "
-                    "reward is a finite number, and an answer has a token: leave out what has no grade."
+                    "reward is a finite number, and an answer has a token: leave out answers without a grade."
                 )
         rewards = [answer.reward - self._penalty(answer) for answer in group]
         if self.drop_uniform and min(rewards) == max(rewards):
@@ -145,9 +144,9 @@ class Advantage:
 
 
 def advantages(rewards: Sequence[float], estimator: Estimator) -> tuple[float, ...]:
-    """Advantages of a group's answers; all zero where all rewards are equal."""
+    """Advantages of a group's answers; all zero if all rewards are equal."""
     count = len(rewards)
-    if min(rewards) == max(rewards):  # their mean may be rounded to another number
+    if min(rewards) == max(rewards):  # exactly zero, though the rounded mean may differ from them
         return (0.0,) * count
     total = math.fsum(rewards)
     mean = total / count

@@ -1,5 +1,5 @@
-"""Software: a training stack's properties, in its makers' terms; ``price_of`` turns a cluster and a software into the
-numbers for the formulas.
+"""Software: the properties of a training stack, in the terms of its documentation. ``price_of`` turns a cluster and a
+software into the numbers for the formulas.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ class Software:
 
     Attributes:
         compute: the format of the products of linear layers.
-        attention: the kernel; eager and fused-softmax keep the scores. flash-3 stands for kernels for their own chip:
-        FlashAttention 3 and 4, cuDNN.
+        attention: the kernel. eager and fused-softmax store the scores; flash-3 stands for the kernels that are written
+            for one
+        chip: FlashAttention 3 and 4, cuDNN.
         has_fused_norms: each norm is one kernel.
-        has_fused_kernels: so is what follows a product: bias, activation, dropout, sum.
-        has_fused_loss: the logits are never whole.
-        gradient_bytes: of a gradient when it is reduced.
-        kept_gradient_bytes: of a gradient when it is accumulated.
+        has_fused_kernels: the operations after a product are one kernel: bias, activation, dropout, sum.
+        has_fused_loss: the logits are never whole in memory.
+        gradient_bytes: bytes of a gradient when it is reduced.
+        kept_gradient_bytes: bytes of a gradient when it is accumulated.
         bucket_bytes: the largest piece that is sent over the data-parallel ranks at once.
-        bucket_bytes_per_rank: its size for each of these ranks, where that is more.
-        overlaps_data: gradients and parameters move beside compute.
-        overlaps_tensor: tensor-parallel traffic and transfers between stages do.
+        bucket_bytes_per_rank: if this times the number of these ranks is larger, it is the size of the piece.
+        overlaps_data: traffic of gradients and parameters overlaps compute.
+        overlaps_tensor: tensor-parallel traffic and transfers between stages overlap compute.
         overlaps_experts: the exchange of experts' tokens overlaps another microbatch's compute (DualPipe).
         balances_context: context-parallel ranks have early and late tokens, so that causal attention is even.
-        sends_once: a token goes once to a domain, even with several of its experts there.
-        holds: what it keeps in memory.
+        sends_once: a token is sent to a domain once, even if several of its experts are there.
+        holds: its use of memory.
     """
 
     compute: Rate = "bf16"
@@ -70,14 +71,14 @@ SUPERSTEP = Software(has_fused_norms=False, has_fused_kernels=False, has_fused_l
 
 
 def price_of(cluster: Cluster, software: Software, efficiency: Efficiency = FITTED) -> tuple[ChipRates, Stack]:
-    """The rates that a cluster reaches under a software, and the software's properties. Raises ConfigError where the
-    chip does not multiply in the format.
+    """The rates that a cluster reaches with a software, and the software's properties. Raises ConfigError if the chip
+    has no products in the format.
     """
     return _rates(cluster, software, efficiency), _stack(software, efficiency)
 
 
 def stacked(values: Sequence[T]) -> T:
-    """Values of one class, with fields that are arrays or such values, as one: field by field along a new dim."""
+    """Join values of one class into one value: their arrays are stacked along a new dim, field by field."""
     first: Any = values[0]
     if isinstance(first, np.ndarray):
         return np.stack([np.asarray(value) for value in values])  # type: ignore[return-value]
@@ -87,7 +88,7 @@ def stacked(values: Sequence[T]) -> T:
 
 
 def take(value: T, places: npt.NDArray[np.int_]) -> T:
-    """Some of the values that ``stacked`` joined, by place; one may be taken several times."""
+    """The values at some indices of what ``stacked`` joined; an index may occur several times."""
     parts: dict[str, Any] = {}
     for part in fields(value):  # type: ignore[arg-type]
         each = getattr(value, part.name)
@@ -145,7 +146,7 @@ def _stack(software: Software, efficiency: Efficiency) -> Stack:
         bucket_bytes=array(software.bucket_bytes),
         overlap_shards=array(efficiency["hidden.shards"]),
         overlap_data=array(efficiency["hidden.data" if software.overlaps_data else "hidden.bucket"]),
-        # Eager code waits for each collective; fused layers reduce the input's gradient beside the weight's product.
+        # Eager code waits for each collective; fused layers reduce the input's gradient during the weight's product.
         overlap_tensor=array(efficiency[tensor] if software.has_fused_kernels or software.overlaps_tensor else 0.0),
         overlap_pipeline=array(efficiency["hidden.transfers"] if software.overlaps_tensor else 0.0),
         overlap_experts=array(efficiency["hidden.experts"] if software.overlaps_experts else 0.0),

@@ -39,11 +39,11 @@ READY = b"ready\n"
 
 SIGSYS = 31
 SHELL_SIGNAL = 128
-"""Shells and bubblewrap report a process that a signal ended as this status plus the signal's number."""
+"""If a signal ended a process, shells and bubblewrap report this number plus the signal's as its status."""
 
 OPEN_FILES = 64
 WAITING_SIGNALS = 256
-"""Each takes kernel memory, and so does each timer."""
+"""Limit of queued signals and timers, because each takes kernel memory."""
 
 SOURCE_BYTES = 1 << 20
 """The longest program that is run."""
@@ -69,10 +69,10 @@ class ProgramResult:
     """The result of a candidate's program.
 
     Attributes:
-        how: whether it came to its end, or what ended it.
-        told: a record for each call or input, fewer where the program ended early. Written by the candidate: do not
-            trust.
-        why: why it was ended, or its stderr.
+        how: whether the program finished, or what ended it.
+        told: one record for each call or input; fewer if the program ended early. The candidate writes them: do not
+            trust them.
+        why: why the program was ended, or its stderr.
     """
 
     how: How
@@ -85,7 +85,7 @@ class Sandbox(Protocol):
 
     @property
     def memory_bound(self) -> MemoryBound:
-        """How programs are held to their memory limit."""
+        """How the memory limit of programs is enforced."""
         ...
 
     def calls(self, source: str, calls: Sequence[FunctionCall]) -> ProgramResult:
@@ -118,7 +118,7 @@ def open_sandbox(config: GradeConfig, *, probe: bool = True, adopts: bool = Fals
     bwrap = shutil.which("bwrap", path="/usr/local/bin:/usr/bin:/bin")
     if bwrap is None:
         raise SandboxMissingError(
-            "bubblewrap is not installed, which keeps candidates' programs; apt install bubblewrap, or write "
+            "bubblewrap, which isolates candidates' programs, is not installed; apt install bubblewrap, or write "
             'grade.sandbox = "none" to run them unprotected.'
         )
     python, prefix = interpreter(config.python)
@@ -148,12 +148,12 @@ class MissingSandbox:
 
 @dataclass(frozen=True, slots=True)
 class BubblewrapSandbox:
-    """Programs in bubblewrap; where ``seen`` is None, unprotected in a plain process.
+    """Runs programs in bubblewrap; if ``seen`` is None, unprotected in a plain process.
 
     Attributes:
         seen: the paths that programs see.
         filter: the seccomp filter; None on processors without a list of calls.
-        group: the cgroup that limits memory; None where none can be made.
+        group: the cgroup that limits memory; None if none can be created.
         adopts: see ``ProcessLimits``.
     """
 
@@ -175,7 +175,7 @@ class BubblewrapSandbox:
         return self._run(source, {"inputs": list(inputs)})
 
     def probe(self) -> None:
-        """Run an empty program. Raises ConfigError where it fails; the message has bubblewrap's stderr."""
+        """Run an empty program. Raises ConfigError if it fails; the message has bubblewrap's stderr."""
         try:
             answers = self._run("", {"inputs": [""]})
         except (Fault, OSError) as error:
@@ -229,7 +229,7 @@ class BubblewrapSandbox:
             "queue_bytes": 0,
             "signals": WAITING_SIGNALS,
         }
-        # In a user namespace of its own it counts the program's processes; elsewhere all of the user's.
+        # In its own user namespace this limit counts the program's processes; elsewhere it counts all of the user's.
         return limits | ({} if self.seen is None else {"processes": self.config.processes + 1})
 
     def _in_bubblewrap(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
@@ -257,8 +257,8 @@ class BubblewrapSandbox:
 
 
 def read_answers(ended: CommandResult, config: GradeConfig) -> ProgramResult:
-    """Read the answers of an ended process. Raises Fault where the candidate's program did not start, which is not its
-    fault.
+    """Read the answers of a process that has ended. Raises Fault if the candidate's program did not start: the
+    candidate is not to blame.
     """
     complaint = line(ended.stderr.decode("utf-8", "replace"))
     if not ended.stdout.startswith(READY):
@@ -269,7 +269,7 @@ def read_answers(ended: CommandResult, config: GradeConfig) -> ProgramResult:
         return ProgramResult("violation", (), "a system call that is not allowed")
     try:
         replies = tuple(json.loads(one) for one in ended.stdout[len(READY) :].splitlines())
-    except (ValueError, RecursionError) as error:  # also: halves of texts, numbers of ten thousand digits
+    except (ValueError, RecursionError) as error:  # also lone surrogates, and numbers of ten thousand digits
         return ProgramResult("violation", (), f"its output is no JSON: {error}")
     if not all(isinstance(one, dict) for one in replies):
         return ProgramResult("violation", (), "its output is no record")
@@ -291,12 +291,12 @@ def _limit_verdict(limit: Literal["timeout", "memory", "output"], config: GradeC
 
 
 def _uid() -> int | None:
-    """The user that starts the sandbox, where it differs from ours."""
+    """The user id that starts the sandbox, if it differs from ours."""
     return UID if os.geteuid() == 0 else None
 
 
 def _memory_file(data: bytes) -> int:
-    """An open anonymous file with some bytes."""
+    """An open anonymous file with these bytes."""
     fd = os.memfd_create("filter", 0)
     os.write(fd, data)
     os.lseek(fd, 0, os.SEEK_SET)
@@ -304,9 +304,9 @@ def _memory_file(data: bytes) -> int:
 
 
 def interpreter(wanted: str | None) -> tuple[Path, Path | None]:
-    """The interpreter of candidates, and its folder where that is not below /usr.
+    """The interpreter for candidates, and its folder if that is not below /usr.
 
-    Ours is used where candidates' user can reach it, else the system's: root's home folder is out of reach.
+    It is our interpreter if the candidates' user can read it, else the system's: that user cannot enter root's home.
 
     Raises:
         ConfigError: no interpreter can be reached.
@@ -335,7 +335,7 @@ def interpreter(wanted: str | None) -> tuple[Path, Path | None]:
 
 
 def _packages(config: GradeConfig) -> Path | None:
-    """The folder of packages; raises ConfigError where it is missing or candidates cannot reach it."""
+    """The folder of packages; raises ConfigError if it is missing or candidates cannot enter it."""
     if config.packages is None:
         return None
     folder = Path(config.packages).resolve()

@@ -1,6 +1,6 @@
 """A page that animates a step: its timeline, its memory, and where the data is.
 
-It has the chosen plan and, to switch to, the same model under other schedules and ZeRO stages.
+It shows the chosen plan. A chooser switches to the same model with other schedules and ZeRO stages.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SCRIPTS = (
     "where.js",
     "main.js",
 )
-# The name that the script knows an instruction by, its lane ("wire": act or grad), and its words in the legend.
-_SAID: dict[type[Instruction], tuple[str, str, str]] = {
+# For each instruction: its name in the script, its lane ("wire" means act or grad), and its text in the legend.
+_LABELS: dict[type[Instruction], tuple[str, str, str]] = {
     ins.Forward: ("forward", "compute", "forward"),
     ins.Recompute: ("recompute", "compute", "computed again"),
     ins.Backward: ("backward", "compute", "backward"),
@@ -50,7 +50,7 @@ _SAID: dict[type[Instruction], tuple[str, str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChooserEntry:
-    """One entry of the chooser. ``drawn``: the step, or None. ``why``: the reason for None."""
+    """One entry of the chooser. ``drawn``: the step; None if the plan cannot run, and then ``why`` has the reason."""
 
     schedule: Schedule
     zero: int
@@ -71,7 +71,7 @@ def moving_page(title: str, about: str, choices: Sequence[ChooserEntry], chosen:
 
 def page_value(about: str, choices: Sequence[ChooserEntry], chosen: int) -> dict[str, Any]:
     """The script's data."""
-    kinds = [_SAID[kind] for kind in KINDS]
+    kinds = [_LABELS[kind] for kind in KINDS]
     return {
         "format": 1,
         "about": about,

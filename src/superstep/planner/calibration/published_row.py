@@ -1,10 +1,10 @@
-"""A published step as a file: a run.toml with its seconds and its cluster.
+"""A file with a published step: a run.toml with the step's seconds and cluster.
 
 [published]
 step_s = 9.4                 seconds of a step
 cluster = "64xH100"          where it ran; by default the cluster of the plan
 software = "NeMo 24.05"      name with version; by default Superstep
-year = 2024.4                in which it ran
+year = 2024.4                when it ran
 [model] ... [data] ... [train] ... [plan] ...
 """
 
@@ -49,8 +49,8 @@ def is_published(path: Path) -> bool:
 
 
 def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, float]:
-    """The knowledge after a published step, and its predicted seconds over its true ones. Raises ConfigError where a
-    key is unknown, a plan does not resolve, or a chip, a format or a model is unknown.
+    """The calibration after a published step, and the step's predicted seconds over its measured ones. Raises
+    ConfigError if a key, a chip, a format or a model is unknown, or the plan does not resolve.
     """
     tables = read_tables(path)
     figures = build(PublishedFigures, tables.pop("published"), "published.")
@@ -69,7 +69,7 @@ def after_published(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, 
 
 
 def step_slopes(run: Resolved, cluster: Cluster, efficiency: Efficiency) -> Array:
-    """Slopes of the step of a run of ours."""
+    """Slopes of the log of a step's seconds over the constants, for a run of Superstep."""
     return slopes_of(_log_seconds(run, cluster, PublishedFigures(step_s=1.0)), efficiency)
 
 
@@ -80,7 +80,7 @@ def _log_seconds(run: Resolved, cluster: Cluster, figures: PublishedFigures) -> 
     known = shorthand(figures.software, figures.year)
     software = replace(known.software, compute=compute, attention=usual_attention(known, figures.year))
     model = decoder_of(run.shape, run.config.data.sequence_tokens)
-    # Gathers and sums as often as that software does them, not ours.
+    # 0: as often as that software gathers and reduces, not as often as Superstep does.
     layout = replace(plans.layout, gathers=array(0), reductions=array(0))
 
     def theirs(efficiency: Efficiency) -> Array:

@@ -1,10 +1,10 @@
-"""schedule: the positions that the next step computes. A pure function: the engine applies its result.
+"""The scheduler: a pure function that chooses the positions of the next step. The engine applies its result.
 
 Running requests come first, by priority and arrival, and share the step's rows; waiting requests get the rest. A long
 prompt is computed over several steps (chunked prefill, Agrawal 2023), beside the new tokens of others (continuous
 batching, Yu 2022). When pages run out, the least urgent request is preempted: it returns its pages and starts again
-later, from what is still cached of it (Kwon 2023). Draft tokens come last: they take only rows and pages that are left
-over in this step.
+later, from its pages that are still cached (Kwon 2023). Draft tokens come last: they take only rows and pages that are
+left over in this step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WaitingRequest(RunningRequest, Protocol):
     """A request without pages."""
 
     def page_keys(self) -> Sequence[bytes]:
-        """Keys of the pages that it may share; at least one of its tokens is in none of them."""
+        """Keys of the full pages that it may share; at least its last token is not in them."""
 
 
 def schedule(
@@ -34,9 +34,9 @@ def schedule(
     Args:
         running: requests with pages, the most urgent first.
         waiting: requests without pages, in the order of their start.
-        pages: their current users.
+        pages: the pages of the KV cache and their users.
         budget: limits of a step.
-        version: of the weights in place.
+        version: version of the current weights.
     """
     plan = _Plan(pages, budget)
     kept = list(running)
@@ -79,7 +79,7 @@ class _Plan:
 
     def begin(self, request: WaitingRequest) -> bool:
         """Start a waiting request, with as many positions as the step has room for."""
-        # A page that this step gives away for writing leaves the prefix cache.
+        # A page that another request writes in this step is no longer in the prefix cache.
         cached = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
         first = len(cached) * self._pages.page_tokens
         count = min(request.known - first, self.left_tokens)
@@ -121,7 +121,7 @@ class _Plan:
             return []
         pages = list(islice(self._pages.next_free(without=self._claimed), count))
         if len(pages) < count:
-            # Pages that only a preempted request used come last: they may be found again.
+            # Pages that only a preempted request used come last: its next start may find them in the prefix cache.
             givers = Counter(self._released)
             spare = [p for p in reversed(givers) if p not in self._claimed and self._pages.users(p) == givers[p]]
             pages += spare[: count - len(pages)]

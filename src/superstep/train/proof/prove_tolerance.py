@@ -1,4 +1,6 @@
-"""prove: a layout computes what one device computes. Step by step against the reference, tensor by tensor."""
+"""The proof that a layout computes what one device computes: each step is compared with the reference, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def write_reference(
     """Run the reference, and write the results of each step to a file.
 
     Returns:
-        The train section in effect: ``clips`` lowers ``clip_norm`` where it would have no effect.
+        The train section that was used: ``clips`` lowers ``clip_norm`` if it would have no effect.
     """
     steps = reference_steps if isinstance(model, ModelShape) else unit_steps
     clip_norm = train.clip_norm
@@ -89,8 +91,7 @@ def write_step(folder: Path, step: int, tensors: dict[str, Tensor], *, loss: flo
 def write_one_rank(world: World, run: Resolved, batches: Sequence[Batch], folder: Path) -> None:
     """Run the engine on one rank, and write the results of each step as ``write_reference`` does.
 
-    With the same dtype and the same microbatch it makes the same roundings as any layout that cuts no product, unlike a
-    reference in fp32.
+    With the same dtype and microbatch it rounds like any layout that splits no product; the reference in fp32 does not.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as on every launched rank: products over more threads may sum in another order
@@ -121,12 +122,12 @@ def prove(  # noqa: PLR0913
         world: the launched ranks.
         run: the resolved run.
         batches: one for each step.
-        folder: of ``write_reference``.
-        one_rank: of ``write_one_rank``, in bf16.
+        folder: the folder of ``write_reference``.
+        one_rank: in bf16, the folder of ``write_one_rank``.
         reruns: run a second time, which must give the same bits.
         specs: the units of a model that the run's configuration does not name.
-        corpus: the token files of the batches. With them the second run is one of the training loop, over its own
-            stream, and is stopped, saved and resumed on the way; and stream and sampler are compared with plain code.
+        corpus: the token files of the batches. With them the second run uses the training loop and its own stream, and
+            it is stopped, saved and resumed on the way. Stream and sampler are compared with plain code too.
         validation: the reference's loss on the held-out text of that corpus, with the initial weights.
     """
     specs = specs or units_of(run)

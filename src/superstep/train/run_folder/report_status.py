@@ -1,4 +1,4 @@
-"""Reports to a rank's heartbeat what it does outside of the program: waiting for a batch, or writing events."""
+"""Reports a rank's activity outside the program to its heartbeat: waits for a batch, and writes of events."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""check: the rules of every program of iterations, for any interleaving of its lanes.
+"""The check of a program of iterations: its rules hold for any interleaving of its lanes.
 
-Each unrecorded group is sampled once, with the version that its place in the run says, at most ``lag`` steps old; each
-is graded once, each step trained once, in order. A snapshot is taken only after it is published, and is removed only
-when a restart cannot need it any more. Shared ranks run only instructions for which they have the memory. No lane waits
-forever.
+Each group without a record is sampled once, with the version that its position in the run requires, at most ``lag``
+steps old. Each group is graded once; each step is trained once, in order. A snapshot is taken only after it is
+published, and is removed only when a restart cannot need it any more. Shared ranks run only instructions for which they
+have the memory. No lane waits forever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LANES: dict[str, tuple[Lane, ...]] = {"shared": ("ranks", "grader"), "apart": (
 
 
 def check(program: Iterations) -> Iterations:
-    """The same program, if it keeps every rule.
+    """The same program, if it satisfies every rule.
 
     Raises:
         InvalidIterations: naming the first lane and instruction that breaks a rule, and the rule.
@@ -65,7 +65,7 @@ class _Lane:
         self.seen: set[Instruction] = set()
 
     def run(self, i: Instruction) -> str:
-        """Advance by one instruction; the rule it breaks, or an empty text."""
+        """Advance by one instruction; returns the rule that it breaks, or an empty text."""
         if not isinstance(i, _KINDS[self.lane]):
             return f"lane {self.lane} does none of these"
         if i in self.seen and not isinstance(i, ins.Swap):

@@ -1,4 +1,4 @@
-"""The lane of graders: grades are requested once answers are recorded, and awaited where a step needs them."""
+"""The lane of graders: it requests grades when answers are recorded, and waits for them when a step needs them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Graders(Protocol):
 
 
 class Grading:
-    """The lane, on the rank that keeps the record; on others it does nothing.
+    """The lane of graders. It works on the rank with the rollout log; on other ranks it does nothing.
 
     Args:
-        record: of rollouts.
-        graders: None on the other ranks.
-        seed: of the tasks.
+        record: the rollout log.
+        graders: the graders; None on the other ranks.
+        seed: the seed of the tasks.
 
     Attributes:
         heard: called on any thread when a grade arrives; does nothing by default.
@@ -48,7 +48,7 @@ class Grading:
         self.heard: Callable[[], None] = _nothing
 
     def begin(self, program: Iterations) -> None:
-        """Request grades for a program's recorded groups without them."""
+        """Request grades for a program's recorded groups that have none."""
         for i in program.lane("grader"):
             assert isinstance(i, Grade), "the grader grades"
             if i.group in self._record.groups:

@@ -26,7 +26,7 @@ KINDS: Mapping[Kind, str] = {
 }
 
 REWARDS = "rl"
-"""The kind with another type of recipe."""
+"""The kind with a recipe of its own type, ``RlRecipe``."""
 
 MERGE, SERVE = "merge", "serve"
 APART: Mapping[str, str] = {
@@ -60,12 +60,12 @@ FIRST_OF_REWARDS = (
     "state.dir",
     "state.existing",
 )
-"""First fields in the help."""
+"""The fields that the help lists first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlOptions(HostFlags, RlRecipe):
-    """A recipe of rewards with its hosts."""
+    """A recipe of reinforcement learning, with the flags of its hosts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The file with the inputs of a run's prediction, from which it can be predicted again with the same result."""
+"""The file with the inputs of a run's prediction: the same prediction can be computed from it again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PredictedFrom:
 
     Attributes:
         is_weighed: whether each step first computes the log-probabilities of its batch.
-        plan: of the ranks; the configuration's own may be for more ranks than are left.
-        machine: as the ranks measured it at their start.
+        plan: the plan that the ranks run. The configuration may have a plan for more ranks, if hosts were lost.
+        machine: the machine, as the ranks measured it when they started.
     """
 
     is_weighed: bool
@@ -40,5 +40,5 @@ def write_predicted_from(value: PredictedFrom) -> str:
 
 
 def read_predicted_from(path: Path) -> PredictedFrom:
-    """Read such a file; raises ConfigError where it cannot be read, or a value is missing, unknown or wrong."""
+    """Read the file; raises ConfigError if it cannot be read, or a value is missing, unknown or wrong."""
     return build(PredictedFrom, read_tables(path))

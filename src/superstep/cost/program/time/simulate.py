@@ -2,8 +2,8 @@
 
 Each rank issues its instructions in order; the next one is issued when the compute before it has finished. A fetch or a
 reduction starts when it is issued and its lane is free. A transfer starts when it is sent, its receive is posted and
-its channel (from, to, wire) is free. Compute starts when all its inputs have arrived. Ties and the step start when all
-their ranks have come.
+its channel (from, to, wire) is free. Compute starts when all its inputs have arrived. A tie or a step starts when all
+of its ranks have reached it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class UnitSeconds:
 
     Attributes:
         backward_s: the whole backward pass.
-        weight_s: the part of BackwardWeight; BackwardInput takes the rest.
-        transfer_s: of its input, or the gradient, between two ranks.
+        weight_s: the seconds of BackwardWeight; BackwardInput takes the rest of ``backward_s``.
+        transfer_s: the transfer of its input, or of the input's gradient, between two ranks.
     """
 
     forward_s: float
@@ -100,7 +100,7 @@ class PerUnit:
 
 
 def simulate(program: Program, durations: Durations) -> Timeline:
-    """When each instruction of a checked program would run; the clock starts at 0. Raises InvalidProgram where some
+    """When each instruction of a checked program would run; the clock starts at 0. Raises InvalidProgram if some
     ranks wait forever.
     """
     run = _Run(program, durations)
@@ -144,7 +144,7 @@ class _Run:
             self.events.append(TimelineEvent(rank, index, i, start_s, end_s))
 
     def _ready_s(self, rank: int, needed: Sequence[Arrival]) -> float:
-        """When a rank has computed all before, and every input has come."""
+        """When the rank has finished the compute before, and every input has arrived."""
         ready_s, came_s = self.clock_s[rank], self.came_s[rank]
         for arrival in needed:
             ready_s = max(ready_s, came_s.get(arrival, 0.0))
@@ -158,7 +158,7 @@ class _Run:
         self._came(place, i, start_s, end_s)
 
     def _transfer(self, place: Place, i: ins.Send | ins.Recv) -> None:
-        """The end that comes first waits here for the other."""
+        """Of Send and Recv, the one that is issued first waits here for the other."""
         rank = place[0]
         channel = (rank, i.peer, i.wire) if isinstance(i, ins.Send) else (i.peer, rank, i.wire)
         other = self.waiting.pop((channel, i.unit, i.microbatch), None)

@@ -38,7 +38,7 @@ async def tokenize(request: Request, service: AppState) -> Response:
     fields = read_model(TokenizeFields, await read_json(request, service.limits))
     service.adapter_of(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
-        raise RequestError("prompt or messages is what is to be tokens; give one of them.", param="prompt")
+        raise RequestError("prompt and messages are both given or both missing; give one of them.", param="prompt")
     if fields.messages is not None:
         tools = [tool.model_dump(exclude_none=True) for tool in value_or(fields.tools, [])]
         tokens = await encode_chat(fields.messages, tools, service)

@@ -1,4 +1,4 @@
-"""Adapters on the ranks that share a model: rank 0 sends a command between two steps; all ranks apply it, or none."""
+"""Adapters on all ranks of a server: rank 0 sends a command between two steps, and all ranks apply it, or none."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class ReadAdapter(msgspec.Struct, frozen=True, tag=True):
 
 
 class IsAdapterRead(msgspec.Struct, frozen=True, tag=True):
-    """Agree whether reading is over."""
+    """Agree whether all ranks have finished reading."""
 
 
 class HoldAdapter(msgspec.Struct, frozen=True, tag=True):
-    """Add the adapter where all ranks have read the same one; else drop it."""
+    """Add the adapter if all ranks have read the same one; else drop it."""
 
     number: int
 
@@ -61,7 +61,7 @@ def read(adapters: Adapters, folder: Path, group: Group | None, device: Device, 
 
 
 def is_read(adapters: Adapters, group: Group | None, device: Device, most_s: float) -> bool:
-    """Whether reading is over on every rank; waits ``most_s`` for this rank's reader. Called on rank 0."""
+    """Whether every rank has finished reading; waits at most ``most_s`` for this rank's reader. Called on rank 0."""
     if not adapters.reader.wait(most_s):
         return False
     _send(IsAdapterRead(), group, device)
@@ -69,7 +69,7 @@ def is_read(adapters: Adapters, group: Group | None, device: Device, most_s: flo
 
 
 def hold(adapters: Adapters, number: int, group: Group | None, device: Device) -> str:
-    """Add the adapter that was read under a number, on every rank; its version. Called on rank 0.
+    """Add the adapter that was read, under this number, on every rank; returns its version. Called on rank 0.
 
     Raises:
         UserError: it cannot be used, or differs between ranks. Then no rank keeps it.
@@ -112,7 +112,9 @@ def _hold(adapters: Adapters, number: int, group: Group | None, device: Device) 
     if reason or adapter is None:
         raise ConfigError(reason)
     if not _is_same(adapter, group, device):
-        raise ConfigError(f"adapter '{folder}' is not the same on every rank; leave it alone while it is read.")
+        raise ConfigError(
+            f"adapter '{folder}' is not the same on every rank; do not change its files while a server reads them."
+        )
     adapters.put(number, adapter)
     return adapter
 
