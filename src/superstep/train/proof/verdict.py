@@ -20,14 +20,14 @@ class ProofVerdict:
     """The verdict on a layout.
 
     Attributes:
-        compared: values compared, over all steps and ranks.
+        compared: number of compared values, over all steps and ranks.
         worst: the largest difference of each kind from each yardstick, relative to its tolerance.
         first: the first wrong value, in the order of ``KINDS`` within each step; None without one.
-        hints: likely causes: a factor that all gradients share, the instructions that made it.
-        again: of a second run, and one that was stopped and resumed.
-        stream: a difference between stream and plain code, in words; None if not checked.
-        validation: the loss on the held-out text against the reference's; None likewise.
-        sampler: a difference between sampler and plain code, in words; None likewise.
+        hints: likely causes, such as a factor that all gradients share, or the instructions that computed the value.
+        again: the result of a second run, and of one that was stopped and resumed.
+        stream: a difference between stream and plain code, as text; None if not checked.
+        validation: the loss on the held-out text, compared with the reference's; None if not checked.
+        sampler: a difference between sampler and plain code, as text; None if not checked.
     """
 
     compared: int
@@ -50,7 +50,7 @@ class ProofVerdict:
 
     @property
     def wrong_beside(self) -> tuple[str, ...]:
-        """Faults outside of the steps, in words."""
+        """Faults outside the steps, as text."""
         is_off = self.validation is not None and self.validation.is_wrong
         validation = self.validation.describe() if self.validation is not None and is_off else ""
         return tuple(text for text in (self.stream, validation, self.sampler) if text)
