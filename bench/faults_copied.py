@@ -24,7 +24,14 @@ from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
-from superstep.state.snapshots.memory_snapshot import Field, SnapshotMemory, common, describe_pieces, made, pieces_of
+from superstep.state.snapshots.memory_snapshot import (
+    Field,
+    SnapshotMemory,
+    common,
+    describe_pieces,
+    make_memories,
+    pieces_of,
+)
 from superstep.state.tensor_piece import TensorPiece
 
 
@@ -39,7 +46,7 @@ def snapshot_kills(rounds: int, seed: int, folder: Path) -> dict[str, Any]:
     for number in range(rounds):
         root = folder / f"snapshots-{number}"
         victim, after_s = draw.randrange(RANKS + 1), draw.uniform(0.02, 0.4)
-        _, memories = made(RANKS)
+        _, memories = make_memories(RANKS)
         _copy_and_kill(memories, root, victim, after_s)
         step = common(memories)
         seen = [what_is(place) for place in checkpoints(root)]
@@ -90,7 +97,7 @@ def snapshot_points(folder: Path) -> dict[str, Any]:
     point = 0
     while True:
         root = folder / f"point-{point}"
-        _, memories = made(2)
+        _, memories = make_memories(2)
         dying = _Dying(memories[0].handle)
         has_died = _copy_until(dying, memories[1], root, point)
         step = common(memories)

@@ -27,7 +27,7 @@ from superstep.comm.device import Device
 from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.data.preparation.prepare import prepare
 from superstep.launch.ranks import World
-from superstep.observe.router_balance import busiest, dropped_share, entropy
+from superstep.observe.router_balance import busiest, entropy, share_dropped
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
@@ -106,7 +106,7 @@ def _report(trainer: CorpusTrainer, position: Position) -> dict:
         "steps": seen.steps,
         "busiest_over_mean": [busiest(row) for row in seen.chosen],
         "entropy_bits": [entropy(row) for row in seen.chosen],
-        "dropped_share": [dropped_share(*rows) for rows in zip(seen.chosen, seen.dropped, strict=True)],
+        "dropped_share": [share_dropped(*rows) for rows in zip(seen.chosen, seen.dropped, strict=True)],
         "chosen": seen.chosen,
         "balance": seen.balance,
     }

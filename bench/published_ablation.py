@@ -128,7 +128,7 @@ def taken(rows: Sequence[Row], change: Change | None, *, is_named: bool = True) 
     if not is_named:
         stacks = [replace(stack, is_named=lambda _: False) for stack in stacks]
     plain = Scored(steps.rows, published, steps.seconds(FITTED))
-    fitted = plain.replaced(steps.seconds(FITTED.changed({name: each.value for name, each in found.items()})))
+    fitted = plain.replaced(steps.seconds(FITTED.with_changes({name: each.value for name, each in found.items()})))
     return Taken(plain, fitted, plain.replaced(seconds(rows, stacks, change)))
 
 

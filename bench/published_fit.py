@@ -92,7 +92,7 @@ def slopes_of(steps: Steps, at: Array) -> Slopes:
     published = np.log([number(row, "step_time_s") for row in steps.rows])
 
     def errors(place: Array) -> Array:
-        found: Array = np.log(steps.seconds(FITTED.changed(_values(place)))) - published
+        found: Array = np.log(steps.seconds(FITTED.with_changes(_values(place)))) - published
         return found
 
     here = errors(at)

@@ -65,5 +65,5 @@ def seconds(rows: Sequence[Row], stacks: Sequence[Unseen], change: Change | None
         steps = Steps([rows[place] for place in places], stack.is_named, change)
         if steps.left_out:
             raise ConfigError(steps.left_out[0][1])
-        predicted[places] = steps.seconds(FITTED.changed(stack.values))
+        predicted[places] = steps.seconds(FITTED.with_changes(stack.values))
     return predicted

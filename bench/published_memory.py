@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bench.published_interval import alike, quantile, weights_of
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, known_of, number, readings, year_of
-from superstep.cost.closed.framework import price_of, stacked
+from superstep.cost.closed.framework import price_of, stack_fields
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.framework_memory import KeptMemory, keeping_of
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, USABLE, Footprint, footprint
@@ -99,7 +99,7 @@ def hold(rows: Sequence[Row], is_named: IsNamed = everyone, change: Change = as_
             continue
         known.append((row, reading.software.holds.places_tensors, values(row, reading, is_named=named)))
     parts = list(zip(*(each for _, _, each in known), strict=True))
-    model, layout, stack, keeping = (stacked(part) for part in parts[:4])
+    model, layout, stack, keeping = (stack_fields(part) for part in parts[:4])
     return Held(
         rows=[row for row, _, _ in known],
         model=model,

@@ -10,7 +10,7 @@ import numpy as np
 from bench.published_rows import Change, IsNamed, Reading, Row, everyone, is_layer, readings
 from superstep.cost.closed.efficiency import Efficiency
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.framework import price_of, stacked, take
+from superstep.cost.closed.framework import price_of, stack_fields, take
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 
@@ -46,8 +46,8 @@ class Steps:
         if not owner:
             return
         self._is_layer = np.array([is_layer(self.rows[place]) for place in owner])
-        self._decoders = stacked([each.decoder for each in self._readings])
-        self._layouts = stacked([each.layout for each in self._readings])
+        self._decoders = stack_fields([each.decoder for each in self._readings])
+        self._layouts = stack_fields([each.layout for each in self._readings])
         pairs = [(each.cluster, each.software) for each in self._readings]
         self._kinds = list(dict.fromkeys(pairs))
         places = {pair: place for place, pair in enumerate(self._kinds)}
@@ -56,7 +56,7 @@ class Steps:
     def estimates(self, efficiency: Efficiency) -> Estimate:
         """Every reading's step."""
         priced = [price_of(cluster, software, efficiency) for cluster, software in self._kinds]
-        rates, stack = stacked([pair[0] for pair in priced]), stacked([pair[1] for pair in priced])
+        rates, stack = stack_fields([pair[0] for pair in priced]), stack_fields([pair[1] for pair in priced])
         return estimate(self._decoders, self._layouts, take(rates, self._kind), take(stack, self._kind))
 
     def parts(self, efficiency: Efficiency) -> Estimate:

@@ -53,7 +53,7 @@ from superstep.program.instructions import Snapshot
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.snapshots.background_checkpoint import Flusher
-from superstep.state.snapshots.memory_snapshot import Handles, made
+from superstep.state.snapshots.memory_snapshot import Handles, make_memories
 from superstep.train.weights.model import tensor_shapes
 
 CPU = Device("cpu")
@@ -286,7 +286,7 @@ def ratios(found: dict[str, Any], disk: tuple[float, float]) -> dict[str, float]
 def measured(asked: Asked, folder: Path) -> dict[str, Any]:
     """All of it."""
     run = run_of(asked)
-    handles, memories = made(RANKS)
+    handles, memories = make_memories(RANKS)
     work = folder / "work"
     work.mkdir()
     with Flusher(memories, work, keep=1):

@@ -69,12 +69,12 @@ def _told(hurts: Sequence[FaultOutcome]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in KINDS:
         of = [each for each in hurts if each.kind == kind]
-        seen = [each.seen_s for each in of if each.seen_s is not None]
+        noticed = [each.noticed_s for each in of if each.noticed_s is not None]
         if of:
             again = [each.again_s for each in of]
             found[kind] = {
                 "times": len(of),
-                "seen_s": {"median": median(seen), "max": max(seen)} if seen else None,
+                "seen_s": {"median": median(noticed), "max": max(noticed)} if noticed else None,
                 "trains_again_s": {"median": median(again), "max": max(again)},
                 "redone_steps": max(each.redone for each in of),
                 "wrong": [each.wrong for each in of if each.wrong],
@@ -99,7 +99,7 @@ def recoveries(config: RunConfig, corpus: Path, folder: Path, *, rounds: int, se
                 _go_on(run, 4)
                 hurts.append(hurt(run, kind, draw))
         run.end()
-        left = run.left()
+        left = run.list_remains()
     return {**_told(hurts), "left": left}
 
 
@@ -130,7 +130,7 @@ def soak(
                     break
         _go_on(run, 4)
         run.end()
-        steps, left = run.step(), run.left()
+        steps, left = run.step(), run.list_remains()
     with begin(hurt_config(config, corpus, place / "whole", is_hurt=False), place) as whole:
         whole.wait_for(lambda: whole.step() >= steps, f"step {steps}", patience_s=seconds + 600.0)
         whole.end()
@@ -163,7 +163,7 @@ def calm(config: RunConfig, corpus: Path, folder: Path, *, seconds: float) -> di
         run.wait_for(lambda: time.monotonic() > until_s, "the end", patience_s=seconds + 60.0)
         alarms = [line["lost"] for line in run.steps() if line["event"] == "resumed"]
         run.end()
-        return {"seconds": seconds, "loops": LOOPS, "steps": run.step(), "alarms": alarms, "left": run.left()}
+        return {"seconds": seconds, "loops": LOOPS, "steps": run.step(), "alarms": alarms, "left": run.list_remains()}
 
 
 def main() -> None:

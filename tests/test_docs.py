@@ -241,7 +241,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
     monkeypatch.setattr(checkpoint, "checkpoints", begin)
-    monkeypatch.setattr(compare, "run_told", begin)
+    monkeypatch.setattr(compare, "load_reported_run", begin)
     monkeypatch.setattr(doctor, "examine", begin)
     monkeypatch.setattr(trace, "observe_run", begin)
     monkeypatch.setattr(tune_merge, "weights_of", begin)
@@ -254,7 +254,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(chat, "LocalModel", begin)
     monkeypatch.setattr(chat, "RemoteModel", begin)
     monkeypatch.setattr(scaling, "read_runs", begin)
-    monkeypatch.setattr(tune, "prepared_tune_job", begin)
+    monkeypatch.setattr(tune, "prepare_tune_job", begin)
     monkeypatch.setattr(train, "_on_hosts", begin)
     # A plan is searched. The programs of large models, which take a minute, keep their closed form here, and what lies
     # beside the best plan, which no argument changes and most of the seconds went into, is not searched again.

@@ -67,7 +67,7 @@ class Fault(SuperstepError):
 
     exit_status: int = 1
 
-    said: str = ""
+    record: str = ""
     """What every rank did when it was seen, as ``observe.doctor.failure_file`` writes it;
     empty where nobody has looked."""
 
@@ -94,15 +94,15 @@ class Fault(SuperstepError):
 
     def on(self, rank: int) -> Fault:
         """The same fault, with the rank that it happened on."""
-        found = copy.copy(self)
-        Fault.__init__(found, self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
-        return found
+        copied = copy.copy(self)
+        Fault.__init__(copied, self.message, rank=rank, host=self.host, step=self.step, instruction=self.instruction)
+        return copied
 
     def of(self, party: str) -> Fault:
         """The same fault, with the party of ranks that it happened in."""
-        found = copy.copy(self)
-        Fault.__init__(found, f"{party}, {self}")
-        return found
+        copied = copy.copy(self)
+        Fault.__init__(copied, f"{party}, {self}")
+        return copied
 
     def adding(self, words: str) -> Fault:
         """The same fault, which says something more."""

@@ -85,7 +85,8 @@ def test_judged_rows_come_within_the_claim(judged):
 
 
 def test_half_the_rate_of_products_would_not(steps):
-    wrong = FITTED.changed({name: value / 2 for name, value in FITTED.values.items() if name.startswith("products")})
+    halved = {name: value / 2 for name, value in FITTED.values.items() if name.startswith("products")}
+    wrong = FITTED.with_changes(halved)
     published = np.array([number(each, "step_time_s") for each in steps.rows])
     assert summary(Scored(steps.rows, published, steps.seconds(wrong)).where(is_judged))[1] > 0.3
 

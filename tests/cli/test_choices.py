@@ -74,7 +74,7 @@ def test_train_says_which_layout_it_has_chosen_before_it_prepares_anything(flags
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(choices, "cores", lambda: 4)
-    monkeypatch.setattr(train_verb, "prepared_job", stop)
+    monkeypatch.setattr(train_verb, "prepare_job", stop)
     (tmp_path / "run.toml").write_text('[model]\nname = "demo"\n')
     with pytest.raises(Enough):
         train_verb.main(shlex.split(flags.replace("RUN", "run.toml")))

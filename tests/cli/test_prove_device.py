@@ -62,7 +62,7 @@ def test_a_model_of_ones_own_needs_as_many_gpus_as_it_has_ranks(capsys):
 )
 def test_what_a_device_stands_for(device, gpus):
     options, _ = prove.read(["--plan.pp", "2", "--plan.dp", "2", "--device", device])
-    assert prove.emulated_gpus(options) == gpus
+    assert prove.parse_emulated_gpus(options) == gpus
 
 
 def test_an_order_is_of_emulated_gpus(capsys):

@@ -75,7 +75,7 @@ def test_a_bit_a_step_or_a_word_that_is_wrong_is_no_proof(tmp_path):
     assert (count, differs) == (2, "step 2: loss 2.0000000000000004, and 2.0 undisturbed")
     assert "reported twice" in compare_steps(_told(tmp_path, "late", [2.0, 1.0], first=2), whole)[1]
     assert "undisturbed" in compare_steps(_told(tmp_path, "longer", [3.0, 2.0, 1.0, 0.5]), whole)[1]
-    lost = FaultOutcome(kind="killed", what="rank 1", step=7, seen_s=0.1, again_s=2.0, redone=1)
+    lost = FaultOutcome(kind="killed", what="rank 1", step=7, noticed_s=0.1, again_s=2.0, redone=1)
     assert verdict([lost], 9, []).startswith("PROVEN: 1 faults within 9 steps")
     assert "a lost rank cost 1 step at most" in verdict([lost], 9, [])
     assert verdict([lost], 9, ["it reported rank 1 as: rank 0"]) == "NOT PROVEN: 1 faults within 9 steps, 1 wrong."

@@ -45,7 +45,7 @@ def run(tmp_path, monkeypatch):
         span = (T + begin_s, T + end_s)
         record.keep_answers(TaskGroup(number=group, version=version, answers=answers, drawn_s=span))
         took = (T + end_s, T + graded_s)
-        record.graded(group, (Verdict("ok", 0.5, "", took), Verdict("wrong", 0.0, "", took)))
+        record.record_grades(group, (Verdict("ok", 0.5, "", took), Verdict("wrong", 0.0, "", took)))
 
     def trained(step, at_s, seconds, lag, saved_s=0.0):
         numbers = {"lr": 0.1, "grad_norm": 1.0, "tokens": 4, "tokens_per_s": 1.0, "data_s": 0.0, "mfu": None}

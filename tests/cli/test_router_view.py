@@ -13,7 +13,7 @@ from superstep.cli.main import main
 from superstep.observe.events import RouterStats
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.router import ASCII, COLOURS, GUTTER, SHADES, RouterReport, draw_routers
-from superstep.observe.router_balance import busiest, dropped_share, entropy
+from superstep.observe.router_balance import busiest, entropy, share_dropped
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import resolve
@@ -109,7 +109,7 @@ def test_measures_of_known_loads():
     assert entropy([7, 7, 7, 7]) == 2
     assert entropy([9, 0]) == 0
     assert entropy([2, 1, 1]) == 1.5
-    assert dropped_share([6, 4], [3, 0]) == 0.3
+    assert share_dropped([6, 4], [3, 0]) == 0.3
 
 
 # The command.

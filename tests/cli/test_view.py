@@ -385,7 +385,7 @@ def test_waits_that_a_rank_records_as_compute_are_found(tmp_path_factory, plan):
     path = tmp_path_factory.getbasetemp() / "trace.json"
     path.write_text(json.dumps({"step": 1, "ranks": ranks}), encoding="utf-8")
     found = load_trace(path, timeline.program).timeline
-    assert [s.busy_s for s in found.spent()] == pytest.approx([s.busy_s for s in timeline.spent()])
+    assert [s.busy_s for s in found.measure_uses()] == pytest.approx([s.busy_s for s in timeline.measure_uses()])
     assert found.bubble() == pytest.approx(timeline.bubble())
 
 

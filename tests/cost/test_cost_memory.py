@@ -123,7 +123,7 @@ def buffers(run, at, unit):
 def test_buffers_are_predicted_to_the_byte(run, data):
     program = compile_step(run.plan)
     at = run.plan.mesh.at(data.draw(st.integers(0, run.plan.mesh.world - 1)))
-    made = [b.bytes() for unit in program.held_by(at.pp) for b in buffers(run, at, unit)]
+    made = [b.bytes() for unit in program.list_held_units(at.pp) for b in buffers(run, at, unit)]
     predicted = rank_bytes(run, program)[at.pp]
     assert predicted.params == sum(b.params for b in made)
     assert predicted.gradients == sum(b.gradients for b in made)

@@ -14,7 +14,7 @@ from superstep.cost.closed.block import block_seconds
 from superstep.cost.closed.constants import CONSTANTS
 from superstep.cost.closed.efficiency import FITTED, GENERATIONS
 from superstep.cost.closed.estimate import Estimate, estimate
-from superstep.cost.closed.framework import SUPERSTEP, Software, price_of, stacked
+from superstep.cost.closed.framework import SUPERSTEP, Software, price_of, stack_fields
 from superstep.cost.closed.framework_arrays import Stack
 from superstep.cost.closed.framework_memory import megatron
 from superstep.cost.closed.kernels import attention_s, product_s
@@ -148,7 +148,7 @@ def test_one_call_prices_many_plans_as_many_calls_do():
         for zero in (0, 1, 3)
     ]
     model = decoder_of(SHAPES["llama3-8b"], 2048)
-    together = estimate(model, stacked(plans), RATES, STACK).step_s
+    together = estimate(model, stack_fields(plans), RATES, STACK).step_s
     assert together == pytest.approx([float(estimate(model, plan, RATES, STACK).step_s) for plan in plans])
 
 
@@ -199,7 +199,7 @@ OF_EXPERTS = ("grouped", "exchange", "hidden.experts")
 
 def _differs(name: str, software: Software, constant: str) -> bool:
     cluster = replace(usual_cluster(chip(name), 64), domain=8, topology="switched")
-    changed = FITTED.changed({constant: FITTED[constant] * 0.9})
+    changed = FITTED.with_changes({constant: FITTED[constant] * 0.9})
     model = decoder_of(SHAPES["qwen3-30b-a3b" if constant in OF_EXPERTS else "llama3-8b"], 2048)
     plan = layout(dp=64, tp=2, pp=2, ep=8, zero=3 if constant == "hidden.shards" else 1, shards=64, offload=1)
     first, second = (estimate(model, plan, *price_of(cluster, software, values)).step_s for values in (FITTED, changed))

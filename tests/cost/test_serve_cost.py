@@ -16,7 +16,7 @@ from superstep.cost.serve import (
     bounds,
     counts,
     model_of_rank,
-    published_rate,
+    rate_published,
     seconds,
 )
 from superstep.hardware.cluster_file import cluster
@@ -129,7 +129,7 @@ def test_experts_are_read_as_far_as_rows_meet_them():
 
 def test_one_stream_of_a_large_model_waits_for_memory_and_a_prompt_for_products():
     made = model_of_rank(shape_of(ModelConfig(name="llama3-8b")), tp=1, number_bytes=2)
-    rate = published_rate(cluster("1xH100"), replace(WAY, is_paged=False), number_bytes=2, weight_bytes=2)
+    rate = rate_published(cluster("1xH100"), replace(WAY, is_paged=False), number_bytes=2, weight_bytes=2)
     one = StepWork(rows=1, requests=1, wanted=1, drawn=1, chance=0, paged_keys=500)
     prompt = StepWork(
         rows=512,

@@ -219,7 +219,7 @@ def test_both_ends_of_a_transfer_have_the_same_seconds(timeline):
 @examples(25)
 @given(timed())
 def test_the_parts_of_a_step_add_up(timeline):
-    for spent in timeline.spent():
+    for spent in timeline.measure_uses():
         assert spent.busy_s + sum(spent.exposed_s.values()) + spent.bubble_s == pytest.approx(timeline.step_s)
         assert min(spent.busy_s, spent.bubble_s, *spent.exposed_s.values()) >= 0
 
@@ -236,7 +236,7 @@ def test_zero_3_hides_every_fetch_but_the_first(layers, m, fetch_s, recompute, p
     plan = plan_of(layers=layers, microbatches=m, dp=2, zero=3, schedule="1f1b", recompute=recompute, prefetch=prefetch)
     program = compile_step(plan)
     timeline = simulate(program, every_unit(program, fetch_s=fetch_s, recompute_s=1.0))
-    (spent,) = timeline.spent()
+    (spent,) = timeline.measure_uses()
     # The first window is fetched in one go; only its first unit has nothing to hide behind.
     assert spent.exposed_s["fetch"] == fetch_s
     assert timeline.step_s == spent.busy_s + fetch_s
@@ -246,14 +246,14 @@ def test_without_prefetch_fetches_are_in_the_way():
     plan = plan_of(layers=4, dp=2, zero=3, prefetch=0)
     program = compile_step(plan)
     fetches = sum(isinstance(i, Fetch) for i in program.ranks[0])
-    (spent,) = simulate(program, every_unit(program, fetch_s=0.5)).spent()
+    (spent,) = simulate(program, every_unit(program, fetch_s=0.5)).measure_uses()
     assert spent.exposed_s["fetch"] == 0.5 * fetches
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_zero_3_in_a_pipeline_exposes_at_most_the_first_fetch_of_each_rank(pp):
     program = compile_step(plan_of(pp=pp, dp=2, zero=3, layers=4 * pp, microbatches=2 * pp))
-    spent = simulate(program, every_unit(program, fetch_s=0.5)).spent()
+    spent = simulate(program, every_unit(program, fetch_s=0.5)).measure_uses()
     assert spent[0].exposed_s["fetch"] == 0.5
     assert all(s.exposed_s["fetch"] == 0 for s in spent[1:])
 
@@ -261,13 +261,13 @@ def test_zero_3_in_a_pipeline_exposes_at_most_the_first_fetch_of_each_rank(pp):
 @pytest.mark.parametrize("zero", [0, 1])
 def test_reductions_run_beside_the_backward_but_for_the_last(zero):
     program = compile_step(plan_of(layers=6, microbatches=2, dp=2, zero=zero))
-    (spent,) = simulate(program, every_unit(program, reduce_s=2.0)).spent()
+    (spent,) = simulate(program, every_unit(program, reduce_s=2.0)).measure_uses()
     assert spent.exposed_s["reduce"] == 2.0
 
 
 def test_a_slow_channel_shows_as_exposed_and_not_as_bubble():
     program = compile_step(plan_of(pp=2, layers=2, microbatches=4))
-    fast, slow = (simulate(program, every_unit(program, transfer_s=t)).spent() for t in (0.0, 1.0))
+    fast, slow = (simulate(program, every_unit(program, transfer_s=t)).measure_uses() for t in (0.0, 1.0))
     assert not any(fast[rank].exposed_s[wire] for rank in (0, 1) for wire in ("act", "grad"))
     assert slow[1].exposed_s["act"] > 0
     assert slow[0].exposed_s["grad"] > 0
@@ -313,7 +313,7 @@ def test_copies_are_hidden_until_they_are_longer_than_what_lies_before_the_updat
     found = simulate(program, replace(base, units=tuple(replace(unit, snapshot_s=copy_s) for unit in base.units)))
     longer_s = max(0.0, len(program.units) * copy_s + 1 - step_s)
     assert found.step_s == pytest.approx(step_s + longer_s)
-    assert found.spent()[0].exposed_s["snapshot"] == pytest.approx(longer_s)
+    assert found.measure_uses()[0].exposed_s["snapshot"] == pytest.approx(longer_s)
 
 
 def test_a_deadlock_says_who_waits_for_what():

@@ -34,7 +34,7 @@ def _run(every=None, *, tied=False, optimizer="adamw", **layout):
 def test_it_is_counted_as_the_program_of_the_step_has_it(layout, tied):
     run = _run(tied=tied, **layout)
     step, owned = compile_step(run.plan), rank_parameters(run)
-    fullest = max(sum(share_numel(run, owned[u]) for u in step.held_by(rank)) for rank in range(step.pp))
+    fullest = max(sum(share_numel(run, owned[u]) for u in step.list_held_units(rank)) for rank in range(step.pp))
     assert slots_bytes(run) == 3 * 12 * fullest
 
 

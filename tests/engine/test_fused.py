@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from superstep.engine.build_modules import selective
-from superstep.engine.layers.fused import FusedRotary, fused_layers
+from superstep.engine.layers.fused import FusedRotary, list_fused_layers
 from superstep.engine.layers.implementation import install
 from superstep.kernels import cpu_library
 from superstep.model.decoder import Block, Head
@@ -50,7 +50,7 @@ def block(dtype, *, is_fused, **changes):
             torch.nn.init.normal_(parameter, 1.0, 0.1)
     module = module.to(dtype)
     if is_fused:
-        install(module, fused_layers("c++"))
+        install(module, list_fused_layers("c++"))
     return module
 
 

@@ -20,7 +20,7 @@ from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Send
-from superstep.program.peak_memory import held
+from superstep.program.peak_memory import list_held_bytes
 
 pytestmark = pytest.mark.multiproc
 
@@ -73,7 +73,7 @@ def test_what_is_alive_after_each_instruction_is_predicted(pool, layout):
     ranks = rank_bytes(run, program)
     for at, stay, alive, transient in pool.run(run.plan.mesh.world, watched, layout):
         assert stay == (ranks[at].params, ranks[at].gradients, ranks[at].optimizer)
-        predicted, leaving = held(program, at, sizes), 0
+        predicted, leaving = list_held_bytes(program, at, sizes), 0
         for index, (after, found, gathered) in enumerate(zip(predicted, alive, transient, strict=True)):
             where = f"{index}: {program.ranks[at][index]}"
             assert after["params"] + after["gradient"] == pytest.approx(gathered, rel=0.02, abs=SCALARS), where

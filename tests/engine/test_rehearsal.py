@@ -14,7 +14,7 @@ from longer import longer
 from superstep.comm.device import Device
 from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import local_dims
-from superstep.cost.program.lora import adapted_linears
+from superstep.cost.program.lora import list_adapted_linears
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.operation import (
     AttentionOperation,
@@ -33,7 +33,7 @@ from superstep.model.custom.units_from_modules import as_units
 from superstep.plan.config import LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
-from superstep.plan.sharding.unit_flops import feed_forward, seen_tokens, whole_matrices
+from superstep.plan.sharding.unit_flops import count_visible_tokens, feed_forward, whole_matrices
 from superstep.train.weights.model import units_of
 
 LAYOUTS = [
@@ -91,7 +91,7 @@ def forward_flops(run):
     """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
     d = local_dims(run)
     shape = run.shape
-    tokens = seen_tokens(shape, d.S)
+    tokens = count_visible_tokens(shape, d.S)
     attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * tokens * d.N * d.H
     inner = 6 * d.Tf * d.D * d.F
     if shape.moe:
@@ -107,7 +107,7 @@ def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(rehearsed, layo
     # A fused head makes its two gradients in the forward pass; a frozen one has one.
     gradients = 2 if run.config.lora is None else 1
     embed, *blocks, head = forward_flops(run)
-    factors = sum(one.forward_flops for one in adapted_linears(run))
+    factors = sum(one.forward_flops for one in list_adapted_linears(run))
     expected = [embed, *(block + factors for block in blocks), head * (1 + gradients if has_fused_loss(run) else 1)]
     assert [flops(unit.forward) for unit in seen] == expected
     assert [flops(unit.forward) for unit in decoder_operations(run)] == expected

@@ -24,7 +24,7 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Snapshot, Step
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import ON_DISK, made, pieces_of
+from superstep.state.snapshots.memory_snapshot import ON_DISK, make_memories, pieces_of
 
 
 def _state(engine):
@@ -41,7 +41,7 @@ def _steps(world, compute, optimizer):
     run = resolve(replace(config, train=replace(config.train, optimizer=optimizer)), 1)
     mesh = build_mesh(run.plan, 0, world.device, timeout=timedelta(seconds=60))
     engine = Engine(run, units(run.shape), mesh)
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     copies = engine.keep_snapshots(memory)
     copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
     states, record = [], HostRecorder()
@@ -87,7 +87,7 @@ def _alone(memory):
 
 def test_without_other_hosts_no_copy_keeps_its_slot():
     """Else the state that a run begins with stays, and training waits for the disk with each checkpoint."""
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     copies = _alone(memory)
     copies.lay_out(iter(()), {}, {}, Path("nowhere"))
     for step in range(3):
@@ -99,7 +99,7 @@ def test_without_other_hosts_no_copy_keeps_its_slot():
 
 def test_a_copy_is_damaged_where_it_is_not_what_it_was_made_of(monkeypatch):
     """The checksum is of the buffers: an error of the copy itself is seen, too."""
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     copies = _alone(memory)
     copies.lay_out(iter(()), {}, {}, Path("nowhere"))
 
@@ -120,7 +120,7 @@ def test_a_copy_is_damaged_where_it_is_not_what_it_was_made_of(monkeypatch):
 
 
 def test_of_a_checkpoint_is_told_though_the_rank_is_killed_before_it_could():
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     first = _alone(memory)
     first.lay_out(iter(()), {}, {}, Path("nowhere"), slots=2)
     for step in (5, 6):

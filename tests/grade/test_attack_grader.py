@@ -226,7 +226,7 @@ def test_a_grader_that_evaluates_answers_gets_a_verdict_within_a_minute(config, 
     flaws = {weakness.attack: weakness for weakness in report.weaknesses}
     assert flaws["evaluated: the task's answer"].flaw == "scores"
     hung = flaws["huge: a power of a power"]
-    assert (hung.flaw, hung.told.why) == ("breaks", f"no answer within {config.grader_timeout_s:g} s: killed")
+    assert (hung.flaw, hung.verdict.why) == ("breaks", f"no answer within {config.grader_timeout_s:g} s: killed")
 
 
 def test_a_check_never_tries_again():

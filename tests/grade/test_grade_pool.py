@@ -60,7 +60,7 @@ def test_a_grader_that_fails_is_tried_again_and_is_no_reward(answer, why, pool, 
     assert verdict.kind == "grader_error"
     assert why in verdict.why
     assert [one.kind for one in retried] == ["grader_error"]
-    assert verdict.told()["score"] is None
+    assert verdict.to_json()["score"] is None
     assert pool.grade(3, 4, answer_rollout("7")).score == 1.0
 
 
@@ -180,7 +180,7 @@ def test_a_reply_that_fails_is_an_error_of_the_file():
 
 def test_a_worker_that_somebody_kills_is_replaced(pool):
     for worker in pool._all:
-        worker.started().kill()
+        worker.ensure_started().kill()
     assert pool.grade(3, 4, answer_rollout("7")).score == 1.0
 
 

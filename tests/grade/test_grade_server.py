@@ -35,7 +35,7 @@ GOOD = TASKS.parents[2] / "recipes" / "graded_tasks.py"
 def client():
     metrics = GradeMetrics()
     config = GradeConfig(sandbox="none", workers=2, retries=1, timeout_s=2, grader_timeout_s=3)
-    with Pool(TASKS, config, retried=metrics.retried, is_heard=False) as pool:
+    with Pool(TASKS, config, retried=metrics.count_retry, is_heard=False) as pool:
         yield TestClient(make_app(pool, metrics, limits=BodyLimits(body_bytes=1 << 16), queue=40), "http://localhost")
 
 

@@ -165,7 +165,7 @@ def test_namespaces_hold_without_the_filter_of_calls(host):
     kept = replace(open_sandbox(CONFIG), filter=None)
     answers = kept.calls(filled(PROBE, host), [FunctionCall("found")])
     assert answers.how == "done", answers
-    _, pairs = answers.told[0]["value"]
+    _, pairs = answers.records[0]["value"]
     assert {name for name, is_refused in pairs if is_refused is not True} == set()
     with pytest.raises(BlockingIOError):
         host["port"].accept()

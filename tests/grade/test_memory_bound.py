@@ -202,7 +202,7 @@ def peak_bytes(group):
 
 
 def is_right(answers):
-    return answers.how == "done" and answers.told == ({"value": 6},)
+    return answers.how == "done" and answers.records == ({"value": 6},)
 
 
 @needs_bubblewrap
@@ -236,7 +236,7 @@ def test_a_sound_program_is_right(has_group):
         boxed = replace(boxed, group=None)
     found = {name: boxed.calls(source, [FunctionCall("double", (3,))]) for name, source in SOUND.items()}
     assert {name: answers for name, answers in found.items() if not is_right(answers)} == {}
-    told = boxed.calls(REFUSED, [FunctionCall("double", (3,))]).told
+    told = boxed.calls(REFUSED, [FunctionCall("double", (3,))]).records
     assert told == ({"raised": "PermissionError: [Errno 1] Operation not permitted"},)
 
 

@@ -281,7 +281,7 @@ def test_the_number_of_processes_is_bounded():
     for most in (4, 16):
         answers = open_sandbox(GradeConfig(processes=most)).calls(source, [FunctionCall("f")])
         assert answers.how == "done", answers
-        assert most - 2 <= answers.told[0]["value"] <= most
+        assert most - 2 <= answers.records[0]["value"] <= most
 
 
 @needs_bubblewrap
@@ -291,9 +291,11 @@ def test_packages_are_seen_where_a_folder_of_them_is_named():
         Path(folder).chmod(0o755)
         (Path(folder) / "ours.py").write_text("VALUE = 7\n", encoding="utf-8")
         for sandbox in ("bubblewrap", "none"):
-            told = open_sandbox(GradeConfig(packages=folder, sandbox=sandbox)).calls(source, [FunctionCall("f")]).told
+            told = (
+                open_sandbox(GradeConfig(packages=folder, sandbox=sandbox)).calls(source, [FunctionCall("f")]).records
+            )
             assert told == ({"value": 7},), sandbox
-        told = open_sandbox(GradeConfig()).calls(source, [FunctionCall("f")]).told
+        told = open_sandbox(GradeConfig()).calls(source, [FunctionCall("f")]).records
         assert "ModuleNotFoundError" in told[0]["raised"]
         Path(folder).chmod(0o700)
         if os.geteuid() == 0:
@@ -307,7 +309,7 @@ def test_packages_are_seen_where_a_folder_of_them_is_named():
 def test_the_order_of_a_set_is_the_same_each_time():
     sandbox = open_sandbox(GradeConfig())
     found = [
-        sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [FunctionCall("f")]).told for _ in range(3)
+        sandbox.calls("def f(): return list({'a', 'b', 'c', 'd', 'e'})", [FunctionCall("f")]).records for _ in range(3)
     ]
     assert found[0] == found[1] == found[2]
     assert "value" in found[0][0]

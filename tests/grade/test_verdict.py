@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from superstep.grade.verdict import Verdict, from_told, grader_error, line, ok, verdict_of, wrong
+from superstep.grade.verdict import Verdict, grader_error, line, ok, verdict_from_json, verdict_of, wrong
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class Sly(float):
 def test_no_other_value_is_a_score(value):
     verdict = verdict_of(value)
     assert verdict.kind == "grader_error"
-    assert verdict.told()["score"] is None
+    assert verdict.to_json()["score"] is None
     with pytest.raises(AssertionError):
         _ = verdict.reward
 
@@ -50,7 +50,7 @@ def test_no_other_value_is_a_score(value):
 @given(st.one_of(st.floats(), st.integers(), st.booleans(), st.text(), st.none()))
 def test_every_value_is_a_verdict_and_every_reward_from_0_to_1(value):
     verdict = verdict_of(value)
-    assert from_told(verdict.told()) == verdict
+    assert verdict_from_json(verdict.to_json()) == verdict
     if verdict.is_decided:
         assert 0.0 <= verdict.reward <= 1.0
 

@@ -100,7 +100,7 @@ def launched(monkeypatch):
             found.append(Compiled(self.__name__.rpartition(".")[2], made.metadata.shared, columns, made.asm["ptx"]))
 
         monkeypatch.setattr(JITFunction, "run", compile_for)
-        monkeypatch.setattr(attention, "shared_bytes", lambda device: SHARED_BYTES[chip])
+        monkeypatch.setattr(attention, "read_shared_bytes", lambda device: SHARED_BYTES[chip])
         launch()
         assert [one for one in found if one.shared_bytes > SHARED_BYTES[chip]] == []
         assert max(one.tensor_columns for one in found) <= TENSOR_COLUMNS

@@ -41,13 +41,13 @@ class Ranks:
     def __init__(self):
         self.given, self.may_end, self.states = [], threading.Event(), set()
 
-    def held(self):
+    def list_held(self):
         return HeldStates(own=frozenset(self.states))
 
     def fetch(self, order):
         self.states.add(order.state)
 
-    def run(self, given, cut, troubled):
+    def run(self, given, cut, on_trouble):
         self.given.append(given)
         while not cut.poll(0.01):
             if self.may_end.is_set():
@@ -65,7 +65,7 @@ class Host(threading.Thread):
         self.start()
 
     def run(self):
-        tell = self.side.told
+        tell = self.side.handle_event
         self.over = attend(self.number, str(self.number), self.side.orders, tell, self.ranks, self.said.append)
 
 

@@ -58,7 +58,7 @@ from superstep.launch.hosts.secure_channel import (
 )
 from superstep.launch.hosts.state_transfer import CopyEnds, RateLimit, StateCorrupt, StateDropped, receive, send
 from superstep.state.snapshots.damage import void_damaged
-from superstep.state.snapshots.memory_snapshot import WHOLE, WRITING, made
+from superstep.state.snapshots.memory_snapshot import WHOLE, WRITING, make_memories
 
 SECRET = b"known to both sides"
 HELLO = Hello(purpose="join", host=1, hosts=2, run="abc", version="1", process="x", port=0)
@@ -440,14 +440,14 @@ def test_silence_counts_only_while_somebody_listens():
     silence = Silence(0.0)
     assert not any(silence.look(0.25 * beat) for beat in range(1, 10))
     assert silence.look(SILENT_S + 0.25)
-    silence.heard()
+    silence.note_message()
     assert not silence.look(100.0), "this process was stopped, and may have been deaf itself"
 
 
 @pytest.fixture
 def memories():
     """Of two ranks, each with a state after step 4."""
-    found = made(2)[1]
+    found = make_memories(2)[1]
     for rank, memory in enumerate(found):
         memory.lay_out({"pieces": [], "rank": rank}, 3 * MOST_BYTES // 2)
         slot = memory.free_slot()
@@ -464,7 +464,7 @@ def memories():
 
 def test_a_state_comes_over_whole_and_is_not_there_before(memories):
     one, other = _pair()
-    copies, seen = made(2)[1], []
+    copies, seen = make_memories(2)[1], []
     thread = threading.Thread(target=send, args=(one, memories, (4, 7), 1, RateLimit(None)))
     thread.start()
 
@@ -483,7 +483,7 @@ def test_a_state_comes_over_whole_and_is_not_there_before(memories):
 
 def test_a_state_that_is_overwritten_while_it_is_sent_is_void(memories):
     one, other = _pair()
-    copies, raised = made(2)[1], []
+    copies, raised = make_memories(2)[1], []
 
     class Slow(RateLimit):
         def take(self, count):
@@ -511,7 +511,7 @@ def _flip(memory, step):
 
 def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
     one, other = _pair()
-    copies, raised = made(2)[1], []
+    copies, raised = make_memories(2)[1], []
     _flip(memories[1], 4)
 
     def sends():
@@ -533,7 +533,7 @@ def test_a_state_with_a_flipped_bit_is_not_sent_as_whole(memories):
 
 def test_a_bit_that_flips_where_a_state_arrives_is_seen_there(memories, monkeypatch):
     one, other = _pair()
-    copies = made(2)[1]
+    copies = make_memories(2)[1]
     hear = other.hear
 
     def hears(codec):

@@ -22,11 +22,11 @@ def clock():
 
 def test_a_request_is_kept_and_what_follows_at_once_is_the_same_one(clock):
     stop = StopRequest(clock)
-    assert not stop.is_asked
+    assert not stop.is_requested
     assert not stop.ask()
     clock.now += 0.9 * AGAIN_S
     assert not stop.ask(), "passed on by a launcher"
-    assert stop.is_asked
+    assert stop.is_requested
     clock.now += 0.2 * AGAIN_S
     assert stop.ask()
 
@@ -36,7 +36,7 @@ def test_sigterm_asks_and_a_later_one_ends(clock):
     stop, passed = StopRequest(clock), []
     with listening(stop, lambda: passed.append(1)):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.is_asked
+        assert stop.is_requested
         assert passed == [1]
         clock.now += AGAIN_S
         with pytest.raises(SystemExit) as end:

@@ -18,7 +18,7 @@ from superstep.model.axes import units
 from superstep.monitor.flight_recorder import NOTES, RecordedLines, notes_in
 from superstep.monitor.memory_history import ResidentMemory, sizes_in
 from superstep.monitor.page_layout import SIZES
-from superstep.monitor.rank_inspector import last_seen, vitals
+from superstep.monitor.rank_inspector import read_last_observation, vitals
 from superstep.monitor.status_page import HeartbeatWriter, StatusPage, beside, read_beat
 from superstep.observe.doctor.observations import Note
 from superstep.plan.resolution.resolve import resolve
@@ -125,7 +125,7 @@ def test_what_raised_is_where_a_rank_was(page, at):
     if at == "works":
         heart.works(1)
     heart.rests()  # as the executor does on its way out
-    seen = last_seen(page.view, 3)
+    seen = read_last_observation(page.view, 3)
     assert (seen.rank, seen.doing, seen.what, seen.step, seen.index) == (3, at, "forward u1 m0 keep=all", 2, 1)
     assert not seen.notes[-1].is_done
     assert seen.follows == PROGRAM

@@ -91,9 +91,9 @@ def test_as_many_terms_as_can_meet_never_wrap_around(grid, terms):
     for sign in (1.0, -1.0):
         total = int(bounded.put_(largest[None] * sign)) * terms
         assert abs(total) < 2**63
-    assert found.found == ""
+    assert found.excess_text == ""
     bounded.put_(torch.full((3,), bounded.limit))
-    assert found.found.startswith(
+    assert found.excess_text.startswith(
         f"the gradient of w has a term of {bounded.limit:.3g}, and its exact sum has room for "
     )
 
@@ -105,7 +105,8 @@ def test_a_sum_of_many_that_would_wrap_around_is_noted():
         bounded, into = grid.of(times, "the gradient of w", found), torch.zeros(1, dtype=torch.int64)
         for _ in range(times):
             bounded.add(into, torch.tensor([value]))
-        assert float(grid.take(into)) == pytest.approx(value * times) or f"has a term of {value:.3g}" in found.found
+        is_right = float(grid.take(into)) == pytest.approx(value * times)
+        assert is_right or f"has a term of {value:.3g}" in found.excess_text
 
 
 @settings(max_examples=20)

@@ -8,7 +8,7 @@ import pytest
 
 from reported import STEP
 from superstep.observe.events import Evaluated, Fanout, Resumed, RolledBack, RunFinished, Saved
-from superstep.observe.goodput import GoodputSink, spent_s
+from superstep.observe.goodput import GoodputSink, sum_spent_s
 from superstep.observe.jsonl import JsonLines
 
 BACK = RolledBack(step=3, refused=6, why="", loss=9.0, grad_norm=9.0, source="memory", skip="3:4")
@@ -74,10 +74,10 @@ def test_a_rank_that_is_replaced_goes_on_counting_and_a_launch_knows_the_ones_be
     assert told[-1]["wall_s"] == 3 + 1 + 3 + 10 + 4
     assert told[-1]["steps_s"] == 7.0
     os.utime(path, (clock.now + 2, clock.now + 2))  # it lived so much longer
-    earlier = spent_s(path)
+    earlier = sum_spent_s(path)
     assert earlier == 23.0
     clock.now += 1000  # nobody ran it
     later = [Resumed(step=7, path="c"), *_second(steps(8, 9)), RunFinished(step=9, elapsed_s=0.0, tokens_seen=0)]
     told = _run(path, later, began=clock.now, earlier=earlier, clock=clock)
     assert (told[-1]["wall_s"], told[-1]["steps_s"]) == (25.0, 9.0)
-    assert spent_s(tmp_path / "none") == 0.0
+    assert sum_spent_s(tmp_path / "none") == 0.0

@@ -89,7 +89,7 @@ def event(response):
 
 
 def test_only_who_has_the_token_is_answered(told):
-    with serving(LiveReport(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).make_page()) as served:
         assert served.url == f"http://127.0.0.1:{served.port}/?token={TOKEN}"
         for path in ("/", "/events", "/metrics", "/else"):
             for given in ("", "?token=", f"?token={TOKEN}x", "?token=%ff"):
@@ -105,7 +105,7 @@ def test_only_who_has_the_token_is_answered(told):
 
 
 def test_a_page_whose_name_was_made_to_lead_here_is_refused(told):
-    with serving(LiveReport(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).make_page()) as served:
         for host in ("evil.example", f"evil.example:{served.port}", "127.0.0.1.evil.example"):
             status, text = answer(served, f"/?token={TOKEN}", {"Host": host})
             assert (status, text) == (421, "the Host header is not of this server; use localhost.\n")
@@ -113,7 +113,7 @@ def test_a_page_whose_name_was_made_to_lead_here_is_refused(told):
 
 
 def test_the_numbers_are_what_prometheus_reads(told):
-    with serving(LiveReport(told.folder).shown()) as served:
+    with serving(LiveReport(told.folder).make_page()) as served:
 
         def numbers():
             status, text = answer(served, f"/metrics?token={TOKEN}")
@@ -143,7 +143,7 @@ def test_the_numbers_are_what_prometheus_reads(told):
 
 def test_who_listens_is_told_of_more_and_of_the_end(told):
     told.tell(5)
-    with serving(LiveReport(told.folder).shown()) as served, asked(served, f"/events?token={TOKEN}") as stream:
+    with serving(LiveReport(told.folder).make_page()) as served, asked(served, f"/events?token={TOKEN}") as stream:
         assert stream.headers["Content-Type"] == "text/event-stream"
         name, data = event(stream)
         assert name == "message"
@@ -194,7 +194,7 @@ def test_a_port_that_is_taken_is_refused_by_its_flag():
 
 def test_what_cannot_be_read_now_is_said_and_more_listeners_than_there_is_room_for_are_refused(told, monkeypatch):
     monkeypatch.setattr(served_module, "MOST_LISTENERS", 1)
-    shown = LiveReport(told.folder).shown()
+    shown = LiveReport(told.folder).make_page()
 
     def broken():
         raise OSError("the disk is away")
@@ -224,7 +224,7 @@ def test_what_is_read_again_is_only_what_is_new(told, monkeypatch):
 def test_the_page_follows_the_run_and_keeps_what_was_chosen(told, tmp_path):
     told.tell(150)
     updates = "window.superstep && superstep.R.updates"
-    with serving(LiveReport(told.folder).shown()) as served, browser.browser() as tab:
+    with serving(LiveReport(told.folder).make_page()) as served, browser.browser() as tab:
         seen = Seen(tab, tmp_path)
         tab.call("Page.navigate", url=served.url)
         tab.wait_for(f"{READY} && {updates} === 1")

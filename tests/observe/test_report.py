@@ -18,7 +18,7 @@ from superstep.observe.page.report import (
     ReportedRun,
     report_page,
     run_value,
-    spent_parts,
+    split_step,
     thin_steps,
 )
 
@@ -37,7 +37,7 @@ def test_a_change_of_layout_is_marked_after_the_step_before_it():
 def test_a_run_is_told_as_its_metrics_have_it():
     lines = list(told_runs.lines(steps=300, experts=4))
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
-    lines[0]["predicted_spent_s"] = spent_parts(one.timeline)
+    lines[0]["predicted_spent_s"] = split_step(one.timeline)
     value = run_value(ReportedRun(name="a run", lines=lines, ran=one.measured))
     steps = [line for line in lines if line["event"] == "step"]
     assert value["step"] == [line["step"] for line in steps]

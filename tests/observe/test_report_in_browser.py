@@ -16,7 +16,7 @@ from superstep.observe.doctor.observations import RankObservation, RunObservatio
 from superstep.observe.doctor.wait_graph import RankWait
 from superstep.observe.page.compare import compare
 from superstep.observe.page.doctor import doctor_page
-from superstep.observe.page.report import ReportedRun, report_page, spent_parts
+from superstep.observe.page.report import ReportedRun, report_page, split_step
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 
@@ -33,7 +33,7 @@ def seen(tmp_path_factory):
 def report():
     one = step_pages.drawn(step_pages.A_RUN, is_measured=True)
     lines = list(told_runs.lines(experts=4))
-    lines[0]["predicted_spent_s"] = spent_parts(one.timeline)
+    lines[0]["predicted_spent_s"] = split_step(one.timeline)
     lines[0]["predicted_step_s"] = one.timeline.step_s
     for line in lines:
         if line["event"] == "step":  # as long as the recorded one
@@ -160,7 +160,7 @@ def test_who_waits_for_whom_is_a_picture_that_all_can_read(seen):
     run = RunObservation(program=compile_step(plan), mesh=plan.mesh, ranks=ranks)
     waits = (RankWait(1, "reduce u3", (0,)), RankWait(2, "act u1 m0", (0,)), RankWait(3, "reduce u3", (), (2,)))
     wrong = Finding(kind="hang", rank=0, what="rank 0 hangs in forward u1 m0")
-    verdict = Diagnosis(findings=(wrong,), waits=waits, spent={}, stands=True, step_s=0.1)
+    verdict = Diagnosis(findings=(wrong,), waits=waits, spent={}, is_still=True, step_s=0.1)
     for look in ({"dark": True}, {"width": 390, "height": 844}):
         seen.open(doctor_page("runs/x", run, verdict, said), **look)
         dashes = "[...document.querySelectorAll('svg > path')].map((one) => getComputedStyle(one).strokeDasharray)"

@@ -12,7 +12,7 @@ from plans import SCHEDULES, examples, plan_of, plans
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
-from superstep.observe.page.bubble import PassSeconds, closed_bubble
+from superstep.observe.page.bubble import PassSeconds, compute_closed_bubble
 from superstep.observe.page.bundle_html import pack, unpack
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
 from superstep.observe.page.step_data import KINDS, LANES, StepDrawing, fields, step_value
@@ -100,8 +100,8 @@ def test_the_closed_form_is_what_the_simulator_finds_for_even_stages(schedule):
 
 def test_breadth_first_fills_and_drains_for_each_of_its_groups():
     passes = PassSeconds(forward_s=1.0, input_s=1.0, weight_s=1.0)
-    whole = closed_bubble("breadth-first", pp=4, chunks=2, microbatches=8, passes=passes)
-    assert closed_bubble("breadth-first", pp=4, chunks=2, microbatches=8, passes=passes, group=4) == 2 * whole
+    whole = compute_closed_bubble("breadth-first", pp=4, chunks=2, microbatches=8, passes=passes)
+    assert compute_closed_bubble("breadth-first", pp=4, chunks=2, microbatches=8, passes=passes, group=4) == 2 * whole
 
 
 def config(**layout):

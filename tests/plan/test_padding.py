@@ -12,7 +12,7 @@ from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import resolve
-from superstep.plan.sharding.padding import ALIGN, padded_vocab
+from superstep.plan.sharding.padding import ALIGN, pad_vocab
 
 
 def run_of(vocab, tp, *, tied=True, exact=False, **plan):
@@ -29,7 +29,7 @@ def run_of(vocab, tp, *, tied=True, exact=False, **plan):
 
 @given(st.integers(1, 300_000), st.sampled_from([1, 2, 3, 4, 6, 8, 16]))
 def test_padding_is_none_or_as_little_as_whole_lanes_need(vocab, parts):
-    rows = padded_vocab(vocab, parts)
+    rows = pad_vocab(vocab, parts)
     assert rows % parts == 0
     if vocab % parts == 0:
         assert rows == vocab

@@ -10,7 +10,7 @@ from superstep.plan.config import ModelConfig, NumericsConfig, PlanConfig, RunCo
 from superstep.plan.resolution.resolve import resolve
 from superstep.planner import elastic
 from superstep.planner.elastic import smaller_plan
-from superstep.planner.simulate_best import verified
+from superstep.planner.simulate_best import verify
 
 ROOM = 2.0**32
 
@@ -54,13 +54,13 @@ def test_a_plan_that_fits_by_a_hair_is_taken_and_one_that_is_a_byte_too_large_is
     priced = []
 
     def price(option):
-        priced.append(verified(option))
+        priced.append(verify(option))
         return priced[-1]
 
     def snapshots(run):
         return 1000 * run.plan.mesh.dp
 
-    monkeypatch.setattr(elastic, "verified", price)
+    monkeypatch.setattr(elastic, "verify", price)
     free = smaller_plan(_run(), cores(2, 1), ROOM, snapshots).run
     most = priced[-1].memory_bytes + snapshots(free)
     assert smaller_plan(_run(), cores(2, 1), most, snapshots).run.plan == free.plan

@@ -18,7 +18,7 @@ from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import resolve
-from superstep.planner.calibration.calibrate import calibrated
+from superstep.planner.calibration.calibrate import calibrate
 from superstep.planner.calibration.calibrate_observation import guide
 from superstep.planner.calibration.published_row import after_published, step_slopes
 from superstep.planner.closed_form_seconds import catalogue_seconds
@@ -46,7 +46,7 @@ def priced(problem: SearchProblem, efficiency):
 
 @pytest.fixture(scope="module")
 def recorded():
-    run, program, pricing = priced(PROBLEM, FITTED.changed(TRUE))
+    run, program, pricing = priced(PROBLEM, FITTED.with_changes(TRUE))
     return (
         run,
         simulate(program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))),
@@ -63,7 +63,7 @@ def test_the_layout_of_a_run_is_that_of_the_space():
 
 def test_a_recorded_step_is_predicted_after_it_was_seen(recorded):
     run, timeline, pricing = recorded
-    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    found = calibrate(run, timeline, PROBLEM.cluster, FITTED)
     assert found.error_before > 0.3
     assert found.error_after < 0.02
     _, program, fitted = priced(PROBLEM, found.efficiency)
@@ -77,7 +77,7 @@ def test_a_recorded_step_is_predicted_after_it_was_seen(recorded):
 def test_what_a_step_does_not_tell_stays(recorded):
     """Four chips of one node know nothing of the network."""
     run, timeline, _ = recorded
-    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    found = calibrate(run, timeline, PROBLEM.cluster, FITTED)
     assert "network" not in {each.name for each in found.changes}
     assert found.efficiency["network"] == FITTED["network"]
 
@@ -87,7 +87,7 @@ def test_a_step_as_predicted_changes_nothing():
     timeline = simulate(
         program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))
     )
-    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    found = calibrate(run, timeline, PROBLEM.cluster, FITTED)
     assert found.changes == ()
     assert np.isclose(found.error_after, 0, atol=1e-6)
 
@@ -125,12 +125,12 @@ def test_a_run_without_its_record_is_refused(folder, missing, words, capsys):
 
 
 def test_a_step_of_other_chips_is_told():
-    slow = FITTED.changed({"memory": FITTED["memory"] / 1000, "link": FITTED["link"] / 1000})
+    slow = FITTED.with_changes({"memory": FITTED["memory"] / 1000, "link": FITTED["link"] / 1000})
     run, program, pricing = priced(PROBLEM, slow)
     timeline = simulate(
         program, instruction_seconds(run, program, catalogue_seconds(run, plans_of(run).layout, pricing))
     )
-    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    found = calibrate(run, timeline, PROBLEM.cluster, FITTED)
     assert "memory" in {each.name for each in found.foreign}
     assert not found.is_believed
     assert "Not used: memory" in calibration_text(found, "runs/first")
@@ -138,7 +138,7 @@ def test_a_step_of_other_chips_is_told():
 
 def test_a_step_of_such_chips_is_believed(recorded):
     run, timeline, _ = recorded
-    found = calibrated(run, timeline, PROBLEM.cluster, FITTED)
+    found = calibrate(run, timeline, PROBLEM.cluster, FITTED)
     assert found.is_believed
     assert "such chips" not in calibration_text(found, "runs/first")
 
@@ -201,9 +201,9 @@ def test_an_interval_is_narrower_for_plans_that_depend_on_what_was_seen(tmp_path
             "llama3.2-1b", chips=64, batch=256, sequence=2048, chip=chip)))
         for chip in ("A100", "H100")
     )  # fmt: skip
-    assert guide().narrowed(np.ones(len(FITTED.values))) == 1
-    mine = after.narrowed(step_slopes(alike, cluster("64xA100"), after.efficiency))
-    theirs = after.narrowed(step_slopes(other, cluster("64xH100"), after.efficiency))
+    assert guide().remaining_width(np.ones(len(FITTED.values))) == 1
+    mine = after.remaining_width(step_slopes(alike, cluster("64xA100"), after.efficiency))
+    theirs = after.remaining_width(step_slopes(other, cluster("64xH100"), after.efficiency))
     assert 0.2 < mine < theirs <= 1
     # A step that came out as predicted moves nothing.
     assert after.efficiency.values == pytest.approx(FITTED.values)

@@ -14,7 +14,7 @@ from superstep.planner.plan_summary import figures, limits, shares
 from superstep.planner.search import search
 from superstep.planner.search_problem import Rule
 from superstep.planner.sensitivity import fallbacks, improve, neighbours, simplicity_of
-from superstep.planner.simulate_best import verified
+from superstep.planner.simulate_best import verify
 from superstep.planner.tie_break import TIE
 
 
@@ -67,7 +67,7 @@ def test_the_smallest_plan_is_no_larger_than_any():
 @pytest.fixture(scope="module")
 def best():
     (found,) = search([side_of(problem_of("llama3.2-1b", chips=16, batch=32, sequence=2048))], keep=1).best
-    return verified(found)
+    return verify(found)
 
 
 def test_neighbours_differ_in_their_field_and_none_improves_the_improved(best):
@@ -79,7 +79,7 @@ def test_neighbours_differ_in_their_field_and_none_improves_the_improved(best):
         assert getattr(each.plan.run.config.plan, each.field) == each.value
         assert each.slower >= -TIE
         assert each.slower > 0 or simplicity_of(first) <= simplicity_of(each.plan)
-        assert each.plan.memory_bytes <= best.found.side.problem.memory_bytes
+        assert each.plan.memory_bytes <= best.priced.side.problem.memory_bytes
         assert first.memory_bytes - each.plan.memory_bytes == each.spared_bytes
     plans = [each.plan.run.plan for each in beside]
     assert len(set(plans)) == len(plans)
@@ -87,7 +87,7 @@ def test_neighbours_differ_in_their_field_and_none_improves_the_improved(best):
 
 def test_a_plan_of_the_table_is_no_faster_than_the_alternatives():
     problem = problem_of("llama3.2-1b", chips=16, batch=64, sequence=2048)
-    known = [verified(each) for each in search([side_of(problem)], keep=8).best]
+    known = [verify(each) for each in search([side_of(problem)], keep=8).best]
     known = sorted((e for e in known if e.memory_bytes <= problem.memory_bytes), key=lambda each: each.step_s)
     beside = list(neighbours(known[0], known))
     told = {each.plan.run.plan for each in beside}
@@ -99,7 +99,7 @@ def test_a_plan_of_the_table_is_no_faster_than_the_alternatives():
 def test_neighbours_keep_what_is_settled():
     problem = problem_of("llama3.2-1b", chips=8, batch=32, sequence=1024, rules=(Rule("pp", 2),))
     (found,) = search([side_of(problem)], keep=1).best
-    assert {each.plan.run.plan.mesh.pp for each in neighbours(verified(found))} == {2}
+    assert {each.plan.run.plan.mesh.pp for each in neighbours(verify(found))} == {2}
 
 
 def test_fallbacks_use_what_is_left_and_keep_the_batch():
@@ -134,7 +134,7 @@ def test_where_the_closed_form_promises_a_fallback_and_no_program_fits_there_is_
 
 
 def test_figures_follow_from_the_step(best):
-    problem = best.found.side.problem
+    problem = best.priced.side.problem
     found = figures(best, tokens=1e12, price_per_chip_hour=2.0)
     assert found.tokens_per_s == pytest.approx(32 * 2048 / best.step_s)
     assert found.run_s == pytest.approx(1e12 / found.tokens_per_s)

@@ -12,7 +12,7 @@ from superstep.cost.closed.estimate import Estimate
 from superstep.planner import simulate_best as verify_module
 from superstep.planner.search import PricedPlan, parts_of, search
 from superstep.planner.search_problem import Rule
-from superstep.planner.simulate_best import instructions_of, verified
+from superstep.planner.simulate_best import instructions_of, verify
 from superstep.program.compile import compile_step
 
 TOLERANCE = 0.15
@@ -51,8 +51,8 @@ def test_the_closed_form_agrees_with_the_program(name):
     rows = order[np.linspace(0, len(order) - 1, 50).astype(int)]
     ratios = []
     for row in rows:
-        plan = verified(found_of(side, row, plans))
-        ratios.append(plan.step_s / plan.found.step_s)
+        plan = verify(found_of(side, row, plans))
+        ratios.append(plan.step_s / plan.priced.step_s)
     assert np.median(np.abs(np.log(ratios))) < TOLERANCE / 3
     assert np.quantile(np.abs(np.log(ratios)), 0.9) < TOLERANCE
 
@@ -60,7 +60,7 @@ def test_the_closed_form_agrees_with_the_program(name):
 def test_the_parts_are_the_whole_step():
     side = side_of(GRID["dense"])
     for found in search([side], keep=3).best:
-        plan = verified(found)
+        plan = verify(found)
         total = sum(float(getattr(plan.parts, field.name)) for field in fields(Estimate))
         assert plan.step_s == pytest.approx(total)
         assert all(float(getattr(plan.parts, field.name)) >= 0 for field in fields(Estimate))
@@ -71,9 +71,9 @@ def test_on_one_pipeline_rank_passes_take_what_the_closed_form_says(name):
     side = side_of(replace(GRID[name], rules=(Rule("pp", 1), Rule("schedule", "1f1b"))))
     plans = everything(side)
     for row in np.random.default_rng(3).permutation(len(plans))[:40]:
-        plan = verified(found_of(side, row, plans))
+        plan = verify(found_of(side, row, plans))
         for part in ("compute_s", "recompute_s", "tensor_s", "context_s", "experts_s"):
-            expected = float(getattr(plan.found.parts, part))
+            expected = float(getattr(plan.priced.parts, part))
             assert float(getattr(plan.parts, part)) == pytest.approx(expected), (part, plan.run.config.plan)
         assert float(plan.parts.bubble_s) == 0
 
@@ -82,7 +82,7 @@ def test_the_number_of_instructions_is_about_right():
     side = side_of(GRID["dense"])
     plans = everything(side)
     for row in np.random.default_rng(2).permutation(len(plans))[:20]:
-        plan = verified(found_of(side, row, plans))
+        plan = verify(found_of(side, row, plans))
         counted = sum(map(len, compile_step(plan.run.plan).ranks))
         assert 0.5 < instructions_of(plan.run) / counted < 2.5
 
@@ -90,7 +90,7 @@ def test_the_number_of_instructions_is_about_right():
 def test_a_long_program_keeps_the_closed_form(monkeypatch):
     monkeypatch.setattr(verify_module, "MOST_INSTRUCTIONS", 1)
     (found,) = search([side_of(GRID["dense"])], keep=1).best
-    plan = verified(found)
+    plan = verify(found)
     assert (plan.is_simulated, plan.memory) == (False, None)
     assert plan.step_s == found.step_s
 
@@ -101,7 +101,7 @@ def test_slower_links_show_in_the_program(monkeypatch):
     slow = replace(problem, cluster=replace(problem.cluster, network_bytes_per_s=1e8, link_bytes_per_s=1e8))
     plans = everything(side_of(problem))
     row = int(np.flatnonzero((plans.zero == 2) & (plans.pp == 2) & (plans.tp == 2) & (plans.schedule == 0))[0])
-    before, after = (verified(found_of(side_of(each), row, plans)) for each in (problem, slow))
+    before, after = (verify(found_of(side_of(each), row, plans)) for each in (problem, slow))
     for name in ("tensor_s", "data_s"):
         assert float(getattr(after.parts, name)) > 5 * float(getattr(before.parts, name))
     assert float(after.parts.compute_s) == pytest.approx(float(before.parts.compute_s))
@@ -110,7 +110,7 @@ def test_slower_links_show_in_the_program(monkeypatch):
 def test_a_model_that_is_not_trained_here_keeps_its_closed_form():
     side = side_of(problem_of("deepseek-v3", chips=16, batch=32, sequence=2048, chip="H200", layers=5, experts=16))
     found = search([side], keep=1).best[0]
-    plan = verified(found)
+    plan = verify(found)
     assert not plan.is_simulated
     assert plan.step_s == found.step_s > 0
     assert plan.run.shape.is_priced_only

@@ -49,7 +49,7 @@ def of(program, kind):
 
 def trained_by(program, rank):
     """The units that a rank holds and that have gradients."""
-    return [unit for unit in program.held_by(rank) if unit not in program.frozen]
+    return [unit for unit in program.list_held_units(rank) if unit not in program.frozen]
 
 
 def is_shared(plan):
@@ -125,7 +125,7 @@ def test_what_is_fetched_is_freed_and_what_is_reduced_is_settled(plan):
     program = compile_step(plan)
     for rank, instructions in enumerate(program.ranks):
         count = Counter((type(i), i.unit) for i in instructions if isinstance(i, Fetch | Free | Reduce | Settle))
-        for unit in program.held_by(rank):
+        for unit in program.list_held_units(rank):
             assert count[Reduce, unit] == count[Settle, unit]
             assert count[Free, unit] == (count[Fetch, unit] if plan.zero == 3 else 0)
             is_trained = unit not in program.frozen

@@ -5,8 +5,8 @@ from hypothesis import given
 from plans import examples, plan_of, plans
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Send
-from superstep.program.issue_order import issue_order, needed_by
-from superstep.program.received import received_by
+from superstep.program.issue_order import find_needed_value, issue_order
+from superstep.program.received import find_received_values
 
 
 def values(program, rank):
@@ -22,10 +22,10 @@ def test_what_is_received_has_been_used_by_its_peer(plan):
     ran_at = {place: turn for turn, places in enumerate(issue_order(program)) for place in places}
     for rank in range(program.pp):
         sent = values(program, rank)
-        for place, received in received_by(program, rank).items():
+        for place, received in find_received_values(program, rank).items():
             for value in received:
                 sent_at, peer = sent.pop(value)
-                used_at = next(n for n, i in enumerate(program.ranks[peer]) if needed_by(i) == value)
+                used_at = next(n for n, i in enumerate(program.ranks[peer]) if find_needed_value(i) == value)
                 assert sent_at < place
                 assert ran_at[peer, used_at] < ran_at[rank, place]
 
@@ -34,7 +34,7 @@ def test_few_messages_of_a_pipeline_are_held_at_a_time():
     for schedule, most in (("1f1b", 2), ("zb-h1", 2)):
         program = compile_step(plan_of(pp=2, layers=2, microbatches=16, schedule=schedule))
         for rank in range(2):
-            received, held, largest = received_by(program, rank), 0, 0
+            received, held, largest = find_received_values(program, rank), 0, 0
             for place, i in enumerate(program.ranks[rank]):
                 held += isinstance(i, Send) - len(received.get(place, ()))
                 largest = max(largest, held)

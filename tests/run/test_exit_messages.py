@@ -54,14 +54,14 @@ def test_a_fault_names_the_newest_checkpoint_and_the_command_that_goes_on(monkey
 def test_a_fault_before_a_checkpoint_and_one_before_the_run_had_begun(place):
     folder = RunFolder(root=place / "run")
     fault = Fault("it broke")
-    assert exit_messages.ended(fault, folder, Silent()) is None
+    assert exit_messages.end_by_signal(fault, folder, Silent()) is None
     assert str(fault) == "it broke", "the run had not begun"
     folder.root.mkdir()
     folder.config.touch()
-    exit_messages.ended(fault, folder, Silent())
+    exit_messages.end_by_signal(fault, folder, Silent())
     assert "it broke. The run has no checkpoint yet; start it again with: superstep train --state.dir " in str(fault)
     mistake = UserError("no such field")
-    exit_messages.ended(mistake, folder, Silent())
+    exit_messages.end_by_signal(mistake, folder, Silent())
     assert str(mistake) == "no such field"
 
 
@@ -70,7 +70,7 @@ def test_reinforcement_learning_says_the_same(place, monkeypatch, capsys):
     folder.root.mkdir()
     folder.config.touch()
     saved.write(folder.checkpoints, 3)
-    monkeypatch.setattr(rl, "prepared_rl_job", lambda *_, **__: nullcontext(SimpleNamespace(folder=folder)))
+    monkeypatch.setattr(rl, "prepare_rl_job", lambda *_, **__: nullcontext(SimpleNamespace(folder=folder)))
     monkeypatch.setattr(launch_rl, "_launch", _breaks)
     assert report(lambda: rl.run(lambda: SimpleNamespace(recipe=None))) == 1
     said = capsys.readouterr().err
@@ -139,7 +139,7 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
     meet = SimpleNamespace(count=2, number=0, meet=("10.0.0.1", 29400), secret=b"", patience_s=1.0, without_s=1.0)
     here = SimpleNamespace(
         hosts=meet,
-        kind=SimpleNamespace(prepared=lambda: nullcontext(Held(folder))),
+        kind=SimpleNamespace(prepare=lambda: nullcontext(Held(folder))),
         resolved=SimpleNamespace(config=SimpleNamespace(state=state)),
         plans={2: None},
         address="10.0.0.1",
@@ -154,7 +154,7 @@ def test_other_hosts_are_not_told_the_command_of_host_0(is_raised, place, monkey
         multi_host, "attend", _breaks if is_raised else lambda *args: RunOver(Cause("rank 1: it broke."))
     )
     with pytest.raises(Fault, match="start it again with: superstep train --hosts 2 --host 0"):
-        multi_host._led(here)
+        multi_host._lead(here)
     assert Lead.closed_with.cause.text == (
         "host 0: rank 1: the connection is gone." if is_raised else "rank 1: it broke."
     )

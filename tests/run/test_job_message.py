@@ -45,7 +45,9 @@ def job(config, **changed):
     ids=["dp", "tp", "lora"],
 )
 def test_a_job_arrives_as_it_was_sent(config):
-    sent = job(config, verb="tune dpo", files={"recipe.toml": "[dpo]\n"}, lesson=Dpo(beta=0.1, label_smoothing=0.2))
+    sent = job(
+        config, verb="tune dpo", files={"recipe.toml": "[dpo]\n"}, sequence_loss=Dpo(beta=0.1, label_smoothing=0.2)
+    )
     assert JOB.decode(JOB.encode(sent)) == sent
     assert JOB.decode(JOB.encode(None)) is None
 

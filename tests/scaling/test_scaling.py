@@ -18,7 +18,7 @@ from superstep.scaling.fit import HOFFMANN, KAPLAN, fit, residuals
 from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
 from superstep.scaling.laws import Hoffmann, Kaplan, PowerFrontier
 from superstep.scaling.model_sizes import LADDER, non_embedding_parameters, shape_of
-from superstep.scaling.runs import LossPoint, TrainingRun, ended
+from superstep.scaling.runs import LossPoint, TrainingRun, keep_last_points
 from superstep.scaling.summary import LEVEL, beyond, bootstrap, constants, estimate, study
 
 laws = st.one_of(
@@ -166,7 +166,8 @@ def test_points_of_a_curve_before_its_end_count_when_asked_for():
     high = [
         replace(run, points=(*(replace(p, loss=p.loss * 1.05) for p in run.points[:-1]), run.final)) for run in late
     ]
-    assert study(high, resamples=0, seed=0, points="final").hoffmann == study(ended(late), resamples=0, seed=0).hoffmann
+    last = study(keep_last_points(late), resamples=0, seed=0)
+    assert study(high, resamples=0, seed=0, points="final").hoffmann == last.hoffmann
     everything = study(late, resamples=0, seed=0, points="all").hoffmann.law
     assert everything.a == pytest.approx(CHINCHILLA.a, rel=0.01)
 

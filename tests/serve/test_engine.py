@@ -155,7 +155,7 @@ class Odd:
     def is_done(self):
         return self.left == 0
 
-    def allowed(self):
+    def compute_mask(self):
         return torch.arange(V) % 2 == 1
 
     def advance(self, token):

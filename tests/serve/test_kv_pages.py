@@ -64,9 +64,9 @@ def test_a_page_that_is_taken_is_no_longer_found():
     pages.take([0])
     pages.publish(0, key)
     pages.release([0])
-    assert pages.found([key]) == [0]
+    assert pages.lookup([key]) == [0]
     pages.take([0])
-    assert pages.found([key]) == []
+    assert pages.lookup([key]) == []
 
 
 def test_a_gap_ends_what_is_found():
@@ -75,7 +75,7 @@ def test_a_gap_ends_what_is_found():
     pages.take([0, 1, 2])
     for page in (0, 2):
         pages.publish(page, known[page])
-    assert pages.found(known) == [0]
+    assert pages.lookup(known) == [0]
 
 
 def test_forgetting_keeps_users():
@@ -85,7 +85,7 @@ def test_forgetting_keeps_users():
     pages.release([0])
     pages.forget_all()
     assert (pages.free, pages.cached, pages.used) == (1, 0, 1)
-    assert pages.found([b"a"]) == []
+    assert pages.lookup([b"a"]) == []
 
 
 def test_a_page_cannot_be_taken_from_its_user_nor_released_twice():
@@ -110,7 +110,7 @@ def test_whoever_asks_for_what_the_counts_hold(data):
             pages.release(tables.pop(data.draw(st.integers(0, len(tables) - 1))))
         else:
             wanted = keys(data.draw(st.sampled_from(texts)))
-            found = pages.found(wanted)
+            found = pages.lookup(wanted)
             assert [written[page] for page in found] == wanted[: len(found)], "a page holds what its key says"
             fresh = list(pages.next_free(without=found))[: len(wanted) - len(found)]
             if len(fresh) < len(wanted) - len(found):

@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.errors import ConfigError, UserError
 from superstep.model.peft_adapter import Adapter, read_adapter, write_adapter
 from superstep.model.peft_config import CONFIG
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_both, open_engine
 from superstep.serve.compute import lora as placing
@@ -289,7 +289,7 @@ def test_what_cannot_be_loaded_changes_nothing(root, tmp_path):
     engine.adapters.unload("tone")
     with pytest.raises(ConfigError) as told:  # as where it goes while a request comes
         engine.add(Request(id=1, prompt=(1,), adapter="tone"))
-    refused = refused_by_backend(told.value)
+    refused = make_backend_refusal(told.value)
     assert (refused.status, refused.code) == (404, "model_not_found")
 
 

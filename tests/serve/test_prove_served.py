@@ -89,7 +89,7 @@ def test_every_way_is_proven_and_told(run, monkeypatch, capsys):
 
 def _page_of_another_text():
     """A text is given pages of others."""
-    return mock.patch.object(Pages, "found", lambda self, keys: list(self._key_of)[: len(list(keys))])
+    return mock.patch.object(Pages, "lookup", lambda self, keys: list(self._key_of)[: len(list(keys))])
 
 
 def _page_of_other_weights():
@@ -163,7 +163,7 @@ PLANTED = {
 
 
 def _after_other_weights(opened, way, texts, prompts):
-    """As ``told_of``, by an engine that has answered the same texts with other weights, which were changed since."""
+    """As ``serve_logprobs``, by an engine that has answered the same texts with other weights, which changed since."""
 
     def changed():
         engine = opened()
@@ -178,11 +178,11 @@ def _after_other_weights(opened, way, texts, prompts):
         engine.info = info
         return engine
 
-    return prove_serving.told_of(changed, way, texts, prompts)
+    return prove_serving.serve_logprobs(changed, way, texts, prompts)
 
 
 def test_pages_of_other_weights_are_not_found(run, monkeypatch):
-    monkeypatch.setattr(verb, "told_of", _after_other_weights)
+    monkeypatch.setattr(verb, "serve_logprobs", _after_other_weights)
     assert proven(run, monkeypatch, ["all together"]) == 0
 
 
@@ -193,13 +193,13 @@ FEW = ("page of another text", "rope in bf16", "wrong guess stands")
 @pytest.mark.parametrize("plant", longer(PLANTED, lambda plant: plant not in FEW))
 def test_a_planted_fault_is_seen(run, monkeypatch, capsys, plant):
     fault, way = PLANTED[plant]
-    inner = _after_other_weights if plant == "page of other weights" else prove_serving.told_of
+    inner = _after_other_weights if plant == "page of other weights" else prove_serving.serve_logprobs
 
-    def told_of(*args):
+    def serve_logprobs(*args):
         with fault():
             return inner(*args)
 
-    monkeypatch.setattr(verb, "told_of", told_of)
+    monkeypatch.setattr(verb, "serve_logprobs", serve_logprobs)
     assert proven(run, monkeypatch, [way]) == 1
     said = capsys.readouterr().out
     assert "NOT PROVEN" in said

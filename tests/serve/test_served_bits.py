@@ -25,7 +25,7 @@ from superstep.train.proof.prove_serving import (
     batch_of,
     compare,
     losses_in_training,
-    told_of,
+    serve_logprobs,
     ways,
 )
 
@@ -106,7 +106,7 @@ def _serve(rank, world, folder, compute, names, texts, small=""):
             drawn = answers(opened(), way, prompts(), TOKENS)
             found.append([[*p, *a.ids] for p, a in zip(prompts(), drawn, strict=True)])
         else:
-            found.append(told_of(opened, way, texts, prompts()))
+            found.append(serve_logprobs(opened, way, texts, prompts()))
         engines[-1].pages.check([])
         engines[-1].end()
         if way.guesses:

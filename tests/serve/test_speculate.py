@@ -41,7 +41,7 @@ class Knowing:
             found[request] = [self.dice.randrange(V) if self.dice.random() < self.wrong else token for token in rest]
         return found
 
-    def judged(self, request, guessed, stood):
+    def judge(self, request, guessed, stood):
         assert stood <= guessed
 
     def forget(self, request):
@@ -58,7 +58,7 @@ class Parity:
     def is_done(self):
         return self.left == 0
 
-    def allowed(self):
+    def compute_mask(self):
         return torch.arange(V) % 2 == self.turn
 
     def advance(self, token):
@@ -216,15 +216,15 @@ def test_a_poor_guesser_rests_and_a_good_one_does_not():
     for known in range(300):
         if not pace.is_resting(known):
             guessed.append(known)
-            pace.judged(known + 1, 0)
+            pace.judge(known + 1, 0)
     gaps = [after - before for before, after in pairwise(guessed)]
     assert gaps == sorted(gaps)
     assert gaps[0] < 4
     assert gaps[-1] == 2**MOST_MISSES + 1
     for _ in range(MOST_MISSES):
-        pace.judged(1000, 1)
+        pace.judge(1000, 1)
         assert not pace.is_resting(1000)
-    pace.judged(1000, 0)
+    pace.judge(1000, 0)
     assert pace.is_resting(1001)
     assert not pace.is_resting(1002)
 

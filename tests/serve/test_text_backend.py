@@ -80,7 +80,7 @@ def test_calls_are_asked_for_and_read_back(made):
     tokens = [tokenizer.core.token_to_id("[TOOL_CALLS]"), *map(tokenizer.core.token_to_id, body.replace(" ", "Ġ"))]
     reader, calls, said = words.reader([]), words.tool_reader(USE), []
     for token in tokens:
-        allowed = form.allowed()
+        allowed = form.compute_mask()
         assert (allowed.shape, allowed.dtype) == ((tokenizer.vocab + 9,), torch.bool)
         if not allowed[token]:
             break  # the text is forced from here on, in the longest tokens

@@ -311,7 +311,7 @@ def test_after_a_change_an_engine_is_as_one_that_was_opened_with_those_weights(p
 def test_products_of_old_weights_would_be_seen(pair, plant, monkeypatch):
     def stale(self, value_of):
         rows = self._rows[:0] if plant == "all" else self._rows[:-1]
-        made = [(row.product, row.made(value_of)) for row in rows]
+        made = [(row.product, row.make_product(value_of)) for row in rows]
         return lambda: [shared.use(product) for shared, product in made]
 
     folder, other = pair

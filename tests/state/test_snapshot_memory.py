@@ -34,7 +34,7 @@ from superstep.state.snapshots.memory_snapshot import (
     Handles,
     common,
     describe_pieces,
-    made,
+    make_memories,
     oldest_wanted,
     pieces_of,
 )
@@ -53,7 +53,7 @@ def _cut(fill):
 @pytest.fixture
 def memories(tmp_path):
     """Those of two ranks, each with every other piece of the state."""
-    handles, found = made(2)
+    handles, found = make_memories(2)
     assert handles.owner == os.getpid()
     for rank, memory in enumerate(found):
         placed, at = [], 0
@@ -142,7 +142,7 @@ def test_a_second_copy_of_a_step_does_not_hide_the_one_that_the_disk_shall_have(
 
 
 def test_what_another_host_shall_have_stays_until_something_else_is_held(tmp_path):
-    (memory,) = made(1, 3)[1]
+    (memory,) = make_memories(1, 3)[1]
     memory.lay_out({"pieces": []}, 4096, HOSTS_SLOTS)
     for step in range(1, 4):
         slot = _begin(memory, step)

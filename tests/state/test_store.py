@@ -92,7 +92,7 @@ def test_a_run_saves_to_a_store_and_goes_on_from_it_where_the_disk_is_new(here, 
     assert {path.split("/")[1] for path in _objects(url)} == set(disk)
     assert store.verify(6).position.step == 6
     assert main(["checkpoint", "verify", url]) == 0
-    assert f"{store.named(6)}  whole  step 6" in capsys.readouterr().out
+    assert f"{store.url_of(6)}  whole  step 6" in capsys.readouterr().out
     assert main(["checkpoint", "export", url, "--out", "out", "--dtype", "bf16"]) == 0
     assert (here / "out/model.safetensors").is_file()
 

@@ -112,15 +112,15 @@ def test_a_term_without_room_is_found_at_the_end_of_a_step(term):
     large = torch.full((3,), term * grid.limit).to(gpu)
     device_module().take_host_waits()
     grid.put_(torch.ones(4, device=gpu))
-    is_found_before = excess.is_found(gpu)
+    is_found_before = excess.is_exceeded(gpu)
     grid.put_(large)
     grid.put_(torch.ones(4, device=gpu))
-    is_found = excess.is_found(gpu)
+    is_exceeded = excess.is_exceeded(gpu)
     assert device_module().take_host_waits() == {}
-    assert (is_found_before.item(), is_found.item()) == (False, True)
+    assert (is_found_before.item(), is_exceeded.item()) == (False, True)
     assert excess.message().startswith("the gradient of w has a term of ")
     excess.clear()
-    assert (excess.is_found(gpu).item(), excess.message()) == (False, "")
+    assert (excess.is_exceeded(gpu).item(), excess.message()) == (False, "")
 
 
 def waits_of_a_check(rank, world, run):

@@ -26,7 +26,7 @@ from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import made
+from superstep.state.snapshots.memory_snapshot import make_memories
 
 pytestmark = pytest.mark.strict
 
@@ -118,7 +118,7 @@ def train(rank, world, folder, layout, fault, limit_s):
 
 def keep_copies(engine):
     """Snapshots of the engine's state, as a run has them."""
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     copies = engine.keep_snapshots(memory)
     copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
     return copies

@@ -15,7 +15,7 @@ from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import made, pieces_of
+from superstep.state.snapshots.memory_snapshot import make_memories, pieces_of
 from superstep.train.proof.prove_tolerance import TIMEOUT
 
 pytestmark = pytest.mark.strict
@@ -33,7 +33,7 @@ def copies_of(world, is_taken):
     """
     run = resolve(replace(small.config(layers=2, dp=1), state=StateConfig(snapshot_every=1)), 1)
     engine = Engine(run, units(run.shape), build_mesh(run.plan, 0, world.device, timeout=TIMEOUT))
-    _, (memory,) = made(1)
+    _, (memory,) = make_memories(1)
     for _ in range(1 + is_taken):
         copies = engine.keep_snapshots(memory)
         copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))

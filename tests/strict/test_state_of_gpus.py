@@ -16,7 +16,7 @@ from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import made, pieces_of
+from superstep.state.snapshots.memory_snapshot import make_memories, pieces_of
 from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.weights.model import tensor_shapes, units_of
 
@@ -66,7 +66,7 @@ def keep_copies(rank, world, run, settings):
     with gpu_of(rank, world, settings) as (gpu, report):
         mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
         engine = Engine(run, units_of(run), mesh)
-        _, (memory,) = made(1)
+        _, (memory,) = make_memories(1)
         copies = engine.keep_snapshots(memory)
         copies.lay_out(engine.pieces(), {}, {}, Path("nowhere"))
         before, kept = {}, {}

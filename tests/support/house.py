@@ -8,10 +8,8 @@ from everywhere, long functions, folders that import each other, lines that are 
 from __future__ import annotations
 
 import ast
-import io
 import re
 import sys
-import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,12 +88,21 @@ def participles(modules: list[Module]) -> list[str]:
 
 def banned_words(modules: list[Module]) -> Counter[str]:
     """How often each of the banned words is a part of a name; text in docstrings and messages does not count."""
-    counts: Counter[str] = Counter()
+    return Counter(word for _, name in banned_names(modules) for word in words_of(name) if word in BANNED)
+
+
+def banned_names(modules: list[Module]) -> Iterator[tuple[Module, str]]:
+    """Each use of a name with a banned word, and its module."""
     for module in modules:
-        for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
-            if token.type == tokenize.NAME:
-                counts.update(word for word in token.string.lower().split("_") if word in BANNED)
-    return counts
+        for node in ast.walk(module.tree):
+            for field in ("id", "attr", "arg", "name", "asname"):
+                name = getattr(node, field, None)
+                if isinstance(name, str) and not set(BANNED).isdisjoint(words_of(name)):
+                    yield module, name
+
+
+def words_of(name: str) -> list[str]:
+    return name.lower().split("_")
 
 
 def files_in_a_row(modules: list[Module]) -> Counter[str]:

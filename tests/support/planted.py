@@ -106,7 +106,7 @@ class Planted:
 
 def train_over_gloo(rank, world, run, place):
     """What each rank of the pool does where no memory is shared."""
-    with mock.patch.object(backend, "shared_region", return_value=(None, "")):
+    with mock.patch.object(backend, "open_shared_region", return_value=(None, "")):
         train(rank, world, run, place)
 
 

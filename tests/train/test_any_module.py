@@ -15,7 +15,7 @@ from superstep.comm.device import Device
 from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.model.custom.inspect import outline_of, passed
+from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import initial
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
@@ -229,7 +229,7 @@ def refusal(*modules, example=(8, 6)) -> str:
     def look():
         specs = as_units(modules)
         outline_of(specs, "the stack")
-        passed(specs, torch.empty(example), torch.float32, "the stack")
+        pass_through(specs, torch.empty(example), torch.float32, "the stack")
 
     with pytest.raises(ConfigError) as caught:
         look()
@@ -355,7 +355,7 @@ def test_what_draws_nothing_is_taken(module):
     example = torch.empty(3, 8, 6) if isinstance(module, Attends) else torch.empty(8, 6)
     specs = as_units([nn.Linear(6, 6), module])
     outline_of(specs, "the stack")
-    passed(specs, example, torch.float32, "the stack")
+    pass_through(specs, example, torch.float32, "the stack")
 
 
 def test_what_cannot_be_a_unit_is_refused():
@@ -374,7 +374,7 @@ def test_values_are_those_of_the_module_and_shapes_differ_from_unit_to_unit():
     first = specs[0].params["0.weight"]
     assert first.name == "0.0.weight"
     assert torch.equal(initial(first, (4, 3, 3, 3), seed=9), first.values)
-    between = passed(specs, torch.empty(2, 3, 8, 8), torch.bfloat16, "resnet")
+    between = pass_through(specs, torch.empty(2, 3, 8, 8), torch.bfloat16, "resnet")
     assert [tuple(p.shape) for p in between][:3] == [(2, 3, 8, 8), (2, 4, 8, 8), (2, 4, 8, 8)]
     assert [tuple(p.shape) for p in between][-3:] == [(2, 10), (2, 9), (2, CLASSES)]
     assert {p.dtype for p in between} == {torch.bfloat16}

@@ -132,7 +132,7 @@ def profiled(folder):
 def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
     old, new = (RunFolder(root=tmp_path / name) for name in ("run", "moved"))
     trainer = SimpleNamespace(saves=SaveSchedule(1, 3), folder=new, _began_in=old)
-    trainer.flushed_to = partial(Trainer.flushed_to, trainer)
+    trainer.find_flushed = partial(Trainer.find_flushed, trainer)
     told = []
     flushed = FlushResult(step=3, bytes=1, seconds=1.0, is_on_disk=True, problems="")
     report_flushed(trainer, told.append, flushed)
@@ -147,7 +147,7 @@ def test_a_checkpoint_from_a_snapshot_is_told_of_where_it_is(tmp_path):
 def test_a_run_whose_snapshots_do_not_come_to_the_disk_ends_once_the_newest_checkpoint_is_too_old(tmp_path):
     folder = RunFolder(root=tmp_path / "run")
     trainer = SimpleNamespace(saves=SaveSchedule(2, 3), folder=folder, _began_in=folder)
-    trainer.flushed_to = partial(Trainer.flushed_to, trainer)
+    trainer.find_flushed = partial(Trainer.find_flushed, trainer)
     folder.root.mkdir()
     told = []
 

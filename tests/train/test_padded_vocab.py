@@ -20,7 +20,7 @@ from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolution.resolve import resolve
-from superstep.plan.sharding.padding import padded_vocab
+from superstep.plan.sharding.padding import pad_vocab
 from superstep.state.checkpoint import read_manifest
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
@@ -89,7 +89,7 @@ def _prove_all(rank, world, cases):
 def test_layouts_compute_what_one_process_does(pool, references, world):
     cases = [(resolve(config(**plan)), str(references[plan.get("tied", True)])) for plan in LAYOUTS[world]]
     for (run, _), verdict in zip(cases, pool.run(world, _prove_all, cases, timeout_s=240)[0], strict=True):
-        assert dict(run.plan.padding) == {"vocab": padded_vocab(VOCAB, run.plan.mesh.tp)}
+        assert dict(run.plan.padding) == {"vocab": pad_vocab(VOCAB, run.plan.mesh.tp)}
         assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
 
 

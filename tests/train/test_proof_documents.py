@@ -16,7 +16,7 @@ from superstep.launch.ranks import World
 from superstep.numerics.loss import IGNORE
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.ignored_targets import Ragged, documents_begun
-from superstep.train.proof.proof_inputs import Cases, compared_lines, prove_case
+from superstep.train.proof.proof_inputs import Cases, prove_case, write_compared_lines
 
 pytestmark = pytest.mark.multiproc
 
@@ -95,7 +95,7 @@ def test_faults_of_the_mask_are_caught_where_no_document_ends(pool, corpus, tmp_
     case, verdict = pairs[0][1], verdicts[0]
     begun = sum(documents_begun(batch) for batch in case.batches)
     assert begun >= 2 * small.SEQUENCES
-    assert any(f"{begun} documents begin" in line for line in compared_lines(case, verdict))
+    assert any(f"{begun} documents begin" in line for line in write_compared_lines(case, verdict))
 
 
 @pytest.mark.parametrize("tokens", [(4000, 4000), (3, 40)], ids=["none of their own", "documents of their own"])

@@ -15,7 +15,7 @@ from superstep.cli.arguments.tune.tune import read_rewards
 from superstep.cli.main import main
 from superstep.errors import ConfigError
 from superstep.run.console import Silent
-from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.prepare_rl import prepare_rl_job
 
 WHY_NOT = several.why_not()
 
@@ -126,6 +126,6 @@ def test_what_several_hosts_cannot_do_is_refused(place, monkeypatch, flags, word
     assert asked.hosts is not None
     with (
         pytest.raises(ConfigError, match=words),
-        prepared_rl_job(asked.recipe, None, Silent(), hosts=asked.hosts.count),
+        prepare_rl_job(asked.recipe, None, Silent(), hosts=asked.hosts.count),
     ):
         pass

@@ -20,7 +20,7 @@ from superstep.comm.codec import VERSION
 from superstep.errors import ConfigError
 from superstep.run.console import Silent
 from superstep.run.launch_rules import Launcher
-from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.prepare_rl import prepare_rl_job
 from superstep.run.rl.rl_job_message import RL_JOB
 from superstep.tune.rl.disaggregated.hub_connection import HubConnection
 from superstep.tune.rl.policy_trainer import PolicyTrainer
@@ -164,14 +164,14 @@ def test_what_needs_a_launcher_of_ours_is_refused(place, flags, words):
     recipe = read(["rl", str(place / "rl.toml"), *flags])
     with (
         pytest.raises(ConfigError, match=words),
-        prepared_rl_job(recipe, None, Silent(), launcher=Launcher(is_own=False), ranks=2),
+        prepare_rl_job(recipe, None, Silent(), launcher=Launcher(is_own=False), ranks=2),
     ):
         pass
 
 
 def test_a_job_arrives_as_it_was_sent(place, tmp_path):
     recipe = read(["rl", str(place / "rl.toml"), "--plan.dp", "2", "--state.dir", str(tmp_path / "run")])
-    with prepared_rl_job(recipe, tmp_path / "kernels", Silent()) as job:
+    with prepare_rl_job(recipe, tmp_path / "kernels", Silent()) as job:
         sent = replace(job, checkpoint=tmp_path / "checkpoint", tasks={1: 2, 2: 1})
         assert RL_JOB.decode(RL_JOB.encode(sent)) == sent
     assert RL_JOB.decode(RL_JOB.encode(None)) is None

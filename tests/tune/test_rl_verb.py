@@ -23,8 +23,8 @@ from superstep.cli.arguments.tune.tune import read
 from superstep.cli.main import main
 from superstep.observe.page.report import run_value
 from superstep.run.console import Silent
-from superstep.run.reports.report import run_told
-from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.reports.report import load_reported_run
+from superstep.run.rl.prepare_rl import prepare_rl_job
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.recipe import write
@@ -155,7 +155,7 @@ def test_a_run_by_the_verb_goes_on_where_it_was_stopped(start, tmp_path, capfd):
     # A folder as Hugging Face writes it, for who serves it.
     names = {file.name for file in checkpoints(RunFolder(root=root).checkpoints)[-1].iterdir()}
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
-    assert "Reward" in dict(run_value(run_told(RunFolder(root=root)))["measures"])
+    assert "Reward" in dict(run_value(load_reported_run(RunFolder(root=root)))["measures"])
     assert (root / "report.html").is_file()
     assert main(["tune", "rl", str(path), "--rl.group", "2"]) == 2
     assert "rl.group = 2, and the run in state.dir" in capfd.readouterr().err
@@ -184,7 +184,7 @@ def test_a_sampler_that_dies_is_named_and_the_run_goes_on_to_the_same_bits(
     assert not list(beside.glob("[!t]*"))  # torchinductor's stays
     assert main(["tune", "rl", str(path), *apart]) == 0
     whole, path = recipe(tmp_path, start, "whole", steps=3)
-    with prepared_rl_job(read(["rl", str(path), *apart]), None, Silent()) as job:
+    with prepare_rl_job(read(["rl", str(path), *apart]), None, Silent()) as job:
         steps = pool.run(1, reinforced.run, reinforced.in_turn(job))[0]
     names = ("step", "loss", "norm", "reward", "drawn_tokens")
     assert told(root) == [tuple(each[name] for name in names) for each in steps]

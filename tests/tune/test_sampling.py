@@ -95,7 +95,7 @@ def test_a_group_is_the_same_whatever_it_is_sampled_beside(sampler, environment,
     record = RolloutLog(tmp_path / NAME)
     for group in together.values():
         record.keep_answers(group)
-    record.graded(0, (ok(0.5), wrong("no"), grader_error("?")))
+    record.record_grades(0, (ok(0.5), wrong("no"), grader_error("?")))
     for name in ("weights-0", "weights-unnoted", ".unfinished-x"):
         (tmp_path / "weights" / name).mkdir(parents=True)
     record.publish(0, tmp_path / "weights" / "weights-0")
@@ -125,15 +125,15 @@ def test_turns_that_are_a_violation_are_the_last(sampler, environment, words):
 def test_a_record_whose_last_line_is_torn_has_the_others(tmp_path):
     path = tmp_path / NAME
     record = RolloutLog(path)
-    record.graded(0, (ok(),))
-    record.graded(1, (wrong(),))
+    record.record_grades(0, (ok(),))
+    record.record_grades(1, (wrong(),))
     record.close()
     whole = path.read_bytes()
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
         record = RolloutLog(path)
         assert len(record.verdicts) == whole[:end].count(b"\n")
-        record.graded(2, (ok(),))
+        record.record_grades(2, (ok(),))
         record.close()
         assert 2 in RolloutLog(path, is_kept=False).verdicts
     path.write_bytes(whole + b'{"group": 2}\n' + whole)

@@ -19,7 +19,7 @@ from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.console import Silent
 from superstep.run.launch_rules import Launcher
-from superstep.run.tune_job import prepared_tune_job, resolved_recipe
+from superstep.run.tune_job import prepare_tune_job, resolve_recipe
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import ends_of_text, open_engine
 from superstep.serve.config import ServeConfig
@@ -321,8 +321,8 @@ def test_ranks_of_another_launcher_write_no_samples(kind, place):
     refusal = "observe.sample = 'a' needs ranks that one launcher of superstep has, not those of torchrun and srun;"
     with (
         pytest.raises(ConfigError, match=refusal),
-        prepared_tune_job(
-            resolved_recipe(kind, recipe), kind, recipe, lambda *made: None, Silent(), launcher=Launcher(is_own=False)
+        prepare_tune_job(
+            resolve_recipe(kind, recipe), kind, recipe, lambda *made: None, Silent(), launcher=Launcher(is_own=False)
         ),
     ):
         pass

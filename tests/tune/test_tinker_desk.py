@@ -104,8 +104,8 @@ def test_results_of_long_ago_go(desk, monkeypatch):
     for number in range(6):
         desk.submit(f"r{number}", lambda reply: reply(Result(b"{}")))
         outcome(desk, f"r{number}")
-        desk.given(f"r{number}")
-        desk.given(f"r{number}")
+        desk.note_fetched(f"r{number}")
+        desk.note_fetched(f"r{number}")
     assert [desk.future(f"r{number}") is not None for number in range(6)] == [False] * 3 + [True] * 3
 
 
@@ -136,7 +136,7 @@ def test_results_that_nobody_fetches_go(desk, monkeypatch, bound, value):
     for number in range(5):
         desk.submit(f"r{number}", lambda reply: reply(Result(b"{}")))
         outcome(desk, f"r{number}")
-    desk.given("r4")
+    desk.note_fetched("r4")
     desk.submit("last", lambda reply: reply(Result(b"{}")))
     there = [desk.future(f"r{number}") is not None for number in range(5)]
     assert there == [False, False, bound == "MOST_LEFT", bound == "MOST_LEFT", True]

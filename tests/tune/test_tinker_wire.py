@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from superstep.errors import DataError
 from superstep.tune.tinker import tinker_pb2
-from superstep.tune.tinker.losses import find_loss, lesson
+from superstep.tune.tinker.losses import find_loss, make_sequence
 from superstep.tune.tinker.proto_messages import (
     Datum,
     Sampled,
@@ -144,7 +144,7 @@ def test_the_module_is_what_the_proto_file_says():
 
 def refused(datum, name="cross_entropy"):
     with pytest.raises(DataError) as error:
-        lesson(datum, 2, name, vocab=64, most_tokens=8)
+        make_sequence(datum, 2, name, vocab=64, most_tokens=8)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -152,7 +152,8 @@ def refused(datum, name="cross_entropy"):
 def test_sequences_are_held_against_the_loss():
     ids = np.arange(4)
     good = {"target_tokens": ids, "weights": np.ones(4, np.float32)}
-    assert lesson(Datum((1, 2, 3, 4), good), 0, "cross_entropy", vocab=64, most_tokens=8).streams.keys() == {"weights"}
+    sequence = make_sequence(Datum((1, 2, 3, 4), good), 0, "cross_entropy", vocab=64, most_tokens=8)
+    assert sequence.streams.keys() == {"weights"}
     assert refused(Datum((), good)) == "data[2].model_input has 0 tokens; give 1 to 8."
     assert "data[2].model_input holds token 64; token ids of this model are 0 to 63" in refused(
         Datum((1, 2, 3, 64), good)

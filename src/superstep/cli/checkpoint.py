@@ -70,16 +70,16 @@ def _in_store(arguments: CheckpointArgs) -> int:
     if arguments.word == "export":
         with tempfile.TemporaryDirectory(prefix="superstep-export-") as folder:
             fetched = store.fetch(steps[-1], Path(folder))
-            return _write_export(fetched, store.named(steps[-1]), arguments.options)
+            return _write_export(fetched, store.url_of(steps[-1]), arguments.options)
     are_whole = True
     for step in steps:
         try:
             manifest = store.verify(step) if arguments.word == "verify" else store.manifest(step)
         except DamagedCheckpoint as error:
-            print(f"{store.named(step)}  {error.why}", flush=True)
+            print(f"{store.url_of(step)}  {error.why}", flush=True)
             are_whole = False
         else:
-            _say_whole(store.named(step), manifest, is_read=arguments.word == "verify")
+            _say_whole(store.url_of(step), manifest, is_read=arguments.word == "verify")
     return 0 if are_whole or arguments.word == "list" else 1
 
 

@@ -11,7 +11,7 @@ from superstep.cli.arguments.compare import read
 from superstep.cli.damage import say_damage
 from superstep.observe.page.compare import Comparison, compare
 from superstep.observe.page.report import report_page
-from superstep.run.reports.report import run_told, settings_of
+from superstep.run.reports.report import load_reported_run, settings_of
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the differences, and write the page."""
     paths, options = read(argv)
     folders = [RunFolder(root=path) for path in paths]
-    runs = [run_told(folder) for folder in folders]
+    runs = [load_reported_run(folder) for folder in folders]
     for folder in folders:
         say_damage(folder.metrics)
     comparisons = [

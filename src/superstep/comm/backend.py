@@ -28,7 +28,7 @@ from superstep.comm.objects import gather
 from superstep.comm.shared_memory.group import BACKEND as SHARED
 from superstep.comm.shared_memory.hierarchical_group import BACKEND as TWO_LEVELS
 from superstep.comm.shared_memory.hierarchical_group import GroupLevels
-from superstep.comm.shared_memory.region import Region, shared_region
+from superstep.comm.shared_memory.region import Region, open_shared_region
 
 CHANNEL_BLOCKS = 4
 """Blocks of a GPU for a channel's transfer (NCCL's ``max_ctas``).
@@ -142,7 +142,7 @@ def reach(rank: int, world: int, device: Device) -> Transport:
         return NCCL
     if world == 1:
         return GLOO
-    region, why = shared_region(rank, world, gather)
+    region, why = open_shared_region(rank, world, gather)
     return replace(GLOO, shared=region, why=why)
 
 

@@ -47,7 +47,7 @@ def offset_to_rank_0(
     hosts = gather(host, str)
     if len(set(hosts)) == 1:
         return ClockOffset(0.0, 0.0)
-    best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda found: found.within_s)
+    best = min((_round(device, clock) for _ in range(ROUNDS)), key=lambda round_trip: round_trip.within_s)
     offsets = gather(best, ClockOffset)
     if host == hosts[0]:
         return ClockOffset(0.0, 0.0)

@@ -21,7 +21,7 @@ from superstep.comm.device import Device
 from superstep.plan.mesh import Coordinate, Family, MeshShape
 from superstep.plan.resolution.resolve import Plan
 from superstep.program.issue_order import Channel
-from superstep.program.p2p_setup import routes, tied_places
+from superstep.program.p2p_setup import find_tied_places, routes
 
 Group = dist.ProcessGroup
 
@@ -150,7 +150,7 @@ def build_mesh(
         channels=groups.channels(routes(plan.placement)) if has_channels else {},
         ep=groups.mine(shape.expert_groups()) if has_experts else None,
         sequence=groups.mine(shape.sequence_groups()) if has_experts else None,
-        ties=groups.ties(tied_places(plan)),
+        ties=groups.ties(find_tied_places(plan)),
     )
 
 

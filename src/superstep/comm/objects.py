@@ -50,10 +50,10 @@ def gather(value: T, form: TypeForm[T]) -> list[T]:
         return [value]
     codec: Codec[T] = Codec(form)
     messages = _gather_bytes(codec.encode(value), group)
-    return [_decoded(codec, message, rank, form) for rank, message in enumerate(messages)]
+    return [_decode(codec, message, rank, form) for rank, message in enumerate(messages)]
 
 
-def _decoded(codec: Codec[T], message: bytes, rank: int, form: object) -> T:
+def _decode(codec: Codec[T], message: bytes, rank: int, form: object) -> T:
     try:
         return codec.decode(message)
     except msgspec.DecodeError as error:

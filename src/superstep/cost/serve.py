@@ -11,7 +11,7 @@
     rows_N    weights that N rows are multiplied with; between two N the seconds of a weight are linear
 
 A machine's seconds are fitted to measured steps (``serve_fit``) or taken from a chip's published peaks
-(``published_rate``). A weight is read from memory once for any few rows; so one row's cost is memory traffic, and the
+(``rate_published``). A weight is read from memory once for any few rows; so one row's cost is memory traffic, and the
 cost of more rows is compute.
 """
 
@@ -273,7 +273,7 @@ STREAMED = 0.8
 MULTIPLIED = 0.6
 
 
-def published_rate(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
+def rate_published(cluster: Cluster, way: ComputeMode, *, number_bytes: int, weight_bytes: float) -> ServingRate:
     """Seconds from a chip's published peaks, and an assumed host: not measured."""
     chip, tp = cluster.chip, way.tp
     peak = chip.peak("bf16" if number_bytes == 2 else "fp32") or max(rate for _, rate in chip.flops_per_s)

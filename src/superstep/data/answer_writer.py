@@ -71,7 +71,7 @@ class AnswerFiles:
         """A summary in words."""
         return f"{self.items('train') + self.items('validation')} fit, {self.dropped} were dropped"
 
-    def expected_bytes(self, source_bytes: int) -> int:
+    def estimate_bytes(self, source_bytes: int) -> int:
         """Approximate size of the files: text has three bytes a token or more, and each is there twice."""
         return 2 * (source_bytes // 3) * (np.dtype(self._dtype).itemsize + 1)
 

@@ -74,7 +74,7 @@ class PartialFiles:
         """Documents of the split so far."""
         return len(self._bounds[split]) - 1
 
-    def expected_bytes(self, source_bytes: int) -> int:
+    def estimate_bytes(self, source_bytes: int) -> int:
         """Approximate size of the token files; before any text is encoded, two bytes of text a token."""
         tokens = self.tokens("train") + self.tokens("validation")
         tokens_per_byte = tokens / self.text_bytes if self.text_bytes else 0.5

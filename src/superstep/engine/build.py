@@ -20,7 +20,7 @@ from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
-from superstep.model.custom.inspect import UnitOutput, passed
+from superstep.model.custom.inspect import UnitOutput, pass_through
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
@@ -68,7 +68,7 @@ def assemble(
     modules = {unit: module for unit, (module, _) in built.items()}
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
-    compute = {unit: _computed(module, specs[unit], exchange) for unit, module in modules.items()}
+    compute = {unit: _make_compute(module, specs[unit], exchange) for unit, module in modules.items()}
     return RankUnits(
         mesh=mesh,
         buffers=buffers,
@@ -108,7 +108,7 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
     return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
 
 
-def _computed(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
+def _make_compute(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
     """A call of the module with the keyword arguments that it accepts."""
 
     def compute(x: torch.Tensor, sight: SequenceView) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _boundaries(
         outputs = (UnitOutput(rows.shape, rows.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:
         with unset_fake_temporarily():  # meta tensors suffice, in a rehearsal too
-            outputs = passed(specs, rows, compute, "the model")
+            outputs = pass_through(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1
     return outputs[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in outputs[1:])
 

@@ -138,7 +138,7 @@ def build_loss(
     linear = head.lm_head
     columns = None if tp is None else own_part(len(linear.weight), vocab, tp)
 
-    def fused(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
+    def compute_fused(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
         # In both cases the scale is applied before gradients are rounded to bf16, so that ZeRO stages give the same
         # bits.
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
@@ -154,7 +154,7 @@ def build_loss(
             temperature=aim.temperature,
         )
 
-    return fused
+    return compute_fused
 
 
 def _whole_loss(logits: Tensor, aim: LossTarget) -> Tensor:

@@ -134,7 +134,7 @@ class Engine(RankState):
             ),
             record=record,
         )
-        for b in self.trained_buffers():
+        for b in self.list_trained_buffers():
             b.zero_gradient()
         result = self._executor.run(context).step
         assert result is not None, "a step program has a Step"

@@ -28,7 +28,7 @@ from superstep.numerics.fixed_point import RangeExcess
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.issue_order import Value
-from superstep.program.received import received_by
+from superstep.program.received import find_received_values
 
 Key = tuple[int, int]
 
@@ -146,7 +146,7 @@ class Executor:
         )
         program, place = context.program, self._machine.mesh.at.pp
         if program is not self._program:
-            self._program, self._received = program, received_by(program, place)
+            self._program, self._received = program, find_received_values(program, place)
         instructions = program.ranks[place]
         self._heart.begin(instructions, step=context.number)
         try:
@@ -283,7 +283,7 @@ class Executor:
                 x.requires_grad_()
             y = module(x, flight.sights[m])
             if unit == self._last_unit:
-                aim = context.metrics.aim(context.microbatches[m], m, is_seen=not is_again)
+                aim = context.metrics.aim(context.microbatches[m], m, is_observed=not is_again)
                 y = self._machine.loss(y, aim, context.scale)
         return y
 
@@ -318,7 +318,7 @@ class Executor:
                 add()
 
     def _ready_gradients(self, unit: int) -> None:
-        for read in self._flight.context.program.trained(unit):
+        for read in self._flight.context.program.list_trained(unit):
             for buffers in self._machine.trained[read]:
                 buffers.ready_gradient()
 

@@ -96,7 +96,7 @@ class PiecemealEngine(Engine):
 
     def _result(self, microbatch: Microbatch, metrics: TokenMetrics, loss: Tensor) -> PassResult:
         measures = metrics.decode(metrics.numbers(loss).tolist())
-        logp = metrics.kept(0).view(microbatch.targets.shape)
+        logp = metrics.read_logprobs(0).view(microbatch.targets.shape)
         return PassResult(logp=logp, loss=float(loss), measures=measures)
 
     def update(self, lr: float, hyper: OptimizerSettings) -> float:
@@ -127,7 +127,7 @@ class PiecemealEngine(Engine):
     def drop_gradients(self) -> None:
         """Zero the gradients."""
         self._update.excess.clear()
-        for b in self.trained_buffers():
+        for b in self.list_trained_buffers():
             b.zero_gradient()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.modules import exact_layers
-from superstep.engine.layers.fused import LANGUAGES, LayerKernels, fused_layers
+from superstep.engine.layers.fused import LANGUAGES, LayerKernels, list_fused_layers
 from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
@@ -68,12 +68,12 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    to_loss = left_to_loss(module, spec, "torch" if context.exact is not None else context.kernels)
+    to_loss = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
     if context.exact is not None:
         return to_loss + exact_layers(spec, context.exact)
     if context.is_compiled:
         return to_loss + accumulating_after()
-    fused = fused_layers(context.kernels)
+    fused = list_fused_layers(context.kernels)
     return to_loss + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
 
 
@@ -94,7 +94,7 @@ def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[I
     return around + _NOT_COMPILED if context.is_compiled else around
 
 
-def left_to_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "torch") -> tuple[Implementation, ...]:
+def keep_for_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "torch") -> tuple[Implementation, ...]:
     """The head of a decoder, unless the unit has a loss of its own. The input of a cut head still enters there."""
     if not isinstance(module, Head) or spec.loss is not None:
         return ()

@@ -103,7 +103,7 @@ class Optimizer:
         parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
-            squares[3] = excess.is_found(numbers.device)
+            squares[3] = excess.is_exceeded(numbers.device)
             squares[4:] = send(torch.tensor(flags, dtype=torch.int64), numbers.device)
             for part in parts:
                 squares[:3] += square_sum(part)

@@ -73,7 +73,7 @@ class StepResult:
         loss: of the global batch, over its divisor: nats per valid token by default.
         grad_norm: the global gradient norm before clipping.
         tokens: valid tokens of the global batch.
-        is_stop_asked: whether any rank had a request to stop before the step's sums were taken.
+        is_stop_requested: whether any rank had a request to stop before the step's sums were taken.
         is_copy_refused: whether a snapshot for the disk was damaged.
         measures: of the objective over counted tokens, by name.
         refused: why the update was rejected; empty if it was made.
@@ -82,7 +82,7 @@ class StepResult:
     loss: float
     grad_norm: float
     tokens: int
-    is_stop_asked: bool = False
+    is_stop_requested: bool = False
     is_copy_refused: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""

@@ -115,22 +115,23 @@ class TokenMetrics:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def aim(self, microbatch: Microbatch, m: int, *, is_seen: bool = True) -> LossTarget:
+    def aim(self, microbatch: Microbatch, m: int, *, is_observed: bool = True) -> LossTarget:
         """The loss target of the ``m``-th microbatch; recomputed tokens are not counted again."""
 
-        def tell(seen: TrainedTokens) -> None:
-            self._see(m, seen)
+        def tell(trained: TrainedTokens) -> None:
+            self._see(m, trained)
 
-        tells = tell if is_seen and self.sees else None
-        return LossTarget(microbatch.targets, microbatch.streams, self._objective, tells, self._temperature)
+        observer = tell if is_observed and self.sees else None
+        return LossTarget(microbatch.targets, microbatch.streams, self._objective, observer, self._temperature)
 
-    def _see(self, m: int, seen: TrainedTokens) -> None:
+    def _see(self, m: int, trained: TrainedTokens) -> None:
         if self._keeps:
-            self._kept.setdefault(m, []).append(seen.logp_T)
-        counts_T = seen.counts_T
-        if "weights" in seen.streams:
-            counts_T = counts_T & (seen.streams["weights"] != 0)
-        values = {TOKENS: counts_T, SIZE: seen.loss_T.abs()} | dict(self._objective.watch(seen.logp_T, seen.streams))
+            self._kept.setdefault(m, []).append(trained.logp_T)
+        counts_T = trained.counts_T
+        if "weights" in trained.streams:
+            counts_T = counts_T & (trained.streams["weights"] != 0)
+        watched = dict(self._objective.watch(trained.logp_T, trained.streams))
+        values = {TOKENS: counts_T, SIZE: trained.loss_T.abs()} | watched
         for name, values_T in values.items():
             values_T = values_T.detach().double().where(counts_T, 0.0)
             if name in self._objective.maxima:
@@ -138,7 +139,7 @@ class TokenMetrics:
             else:
                 self._sums[name] = self._sums.get(name, values_T.new_zeros(())) + exact_loss_sum(values_T)
 
-    def kept(self, m: int) -> Tensor:
+    def read_logprobs(self, m: int) -> Tensor:
         """The log-probabilities of the ``m``-th microbatch's tokens in a row."""
         return torch.cat(self._kept[m])
 

@@ -52,7 +52,7 @@ class Verdict:
         assert self.is_decided, f"a grader_error is no reward: {self.why}"
         return self.score
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """As JSON. The score of a grader_error is null, so that nobody takes it for a number."""
         return {"verdict": self.kind, "score": self.score if self.is_decided else None, "why": self.why}
 
@@ -97,8 +97,8 @@ def verdict_of(value: object) -> Verdict:
     return ok(float(value)) if value > 0 else wrong()
 
 
-def from_told(raw: dict[str, Any]) -> Verdict:
-    """Read what ``told`` wrote."""
+def verdict_from_json(raw: dict[str, Any]) -> Verdict:
+    """Read what ``to_json`` wrote."""
     return Verdict(raw["verdict"], float(raw["score"] or 0.0), str(raw["why"]))
 
 

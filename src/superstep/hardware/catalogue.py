@@ -121,4 +121,4 @@ def of_device(name: str) -> Chip | None:
     words = {word.upper() for word in re.split(r"[^0-9A-Za-z]+", name)}
     if "MIG" in words:
         return None
-    return next((CHIPS[chip] for tells, chip in DEVICES if tells <= words), None)
+    return next((CHIPS[chip] for needed, chip in DEVICES if needed <= words), None)

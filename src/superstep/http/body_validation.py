@@ -52,14 +52,14 @@ def read_model(form: type[M], body: Mapping[str, Any]) -> M:
         return form.model_validate(body)
     except ValidationError as error:
         known = {field.alias or name for name, field in form.model_fields.items()}
-        raise refused_by_model(error, known) from None
+        raise make_body_refusal(error, known) from None
 
 
 def value_or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def refused_by_model(error: ValidationError, known: Iterable[str]) -> RequestError:
+def make_body_refusal(error: ValidationError, known: Iterable[str]) -> RequestError:
     """The error for a body that does not fit its endpoint: its first mistake. ``known``: the fields of the body, to
     suggest the right name for an unknown one.
     """

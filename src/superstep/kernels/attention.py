@@ -58,11 +58,11 @@ def reference(
     group, places = q_BNSH.shape[1] // k_BKTH.shape[1], torch.arange(k_BKTH.shape[2])
     k, v = (x.repeat_interleave(group, dim=1) for x in (k_BKTH, v_BKTH))
     scores = q_BNSH @ k.mT / math.sqrt(q_BNSH.shape[-1])
-    is_seen = torch.ones(scores.shape[-2:], dtype=torch.bool)
-    is_seen = is_seen.tril() if is_causal else is_seen
+    is_visible = torch.ones(scores.shape[-2:], dtype=torch.bool)
+    is_visible = is_visible.tril() if is_causal else is_visible
     if starts_BS is not None:
-        is_seen = is_seen & (places >= starts_BS[..., None])[:, None]
-    scores = scores.masked_fill(~is_seen, -torch.inf)
+        is_visible = is_visible & (places >= starts_BS[..., None])[:, None]
+    scores = scores.masked_fill(~is_visible, -torch.inf)
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
 
 
@@ -173,7 +173,7 @@ class _View(Structure):
         return cls(x_BNSH.data_ptr(), x_BNSH.stride(0), x_BNSH.stride(2), x_BNSH.stride(1))
 
 
-class _Told(Structure):
+class _KernelArguments(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "kv_heads", "queries", "keys", "width")),
         *((name, c_int64) for name in ("is_bf16", "in_pairs", "is_causal")),
@@ -224,14 +224,14 @@ class KernelArgs:
         self._held: tuple[object, ...] = inputs, out, lse, grads, starts, ends
         is_bf16 = q.dtype == torch.bfloat16
         kind = is_bf16, is_bf16 and multiplies_pairs(), is_causal
-        sizes = _Told(B, N, k.shape[1], S, k.shape[2], H, *kind, 1 / math.sqrt(H))
+        sizes = _KernelArguments(B, N, k.shape[1], S, k.shape[2], H, *kind, 1 / math.sqrt(H))
         sizes.starts, sizes.behind = (None if x is None else x.data_ptr() for x in (starts, ends))
         sizes.q, sizes.k, sizes.v, sizes.out = (_View.of(x) for x in (*inputs, out))
         sizes.lse = lse.data_ptr()
         if grads is not None:
             sizes.grad, sizes.dq, sizes.dk, sizes.dv = (_View.of(x) for x in grads)
         sizes.first, sizes.parts = first, 1
-        self._told = sizes
+        self._arguments = sizes
 
     def sum_by(self, ends: Tensor, scale: float, limit: float, outside: Tensor) -> None:
         """Sum what queries give keys in parts, on a grid: see ``kernels.exact_attention``.
@@ -243,12 +243,13 @@ class KernelArgs:
             outside: fp32 [1]; receives the largest sum that is not below the limit.
         """
         self._held = *self._held, ends, outside
-        self._told.ends, self._told.parts, self._told.outside = ends.data_ptr(), len(ends), outside.data_ptr()
-        self._told.grid_scale, self._told.grid_limit = scale, limit
+        arguments = self._arguments
+        arguments.ends, arguments.parts, arguments.outside = ends.data_ptr(), len(ends), outside.data_ptr()
+        arguments.grid_scale, arguments.grid_limit = scale, limit
 
     def run(self, name: str) -> None:
         library = compile_library().library
         assert library is not None, "it was chosen because it is there"
         function: ctypes._NamedFuncPointer = getattr(library, name)
         function.restype = None
-        function(byref(self._told), c_int64(torch.get_num_threads()))
+        function(byref(self._arguments), c_int64(torch.get_num_threads()))

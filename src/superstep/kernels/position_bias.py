@@ -47,9 +47,9 @@ def alibi(heads: int, device: torch.device | None = None) -> Slopes:
     and between them every other one of twice as many, as in the paper's code.
     """
     whole = 1 << (heads.bit_length() - 1)
-    found = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
-    found += [2.0 ** (-4.0 * (head + 1) / whole) for head in range(0, 2 * (heads - whole), 2)]
-    return Slopes(torch.tensor(found, dtype=torch.float32, device=device))
+    slopes = [2.0 ** (-8.0 * (head + 1) / whole) for head in range(whole)]
+    slopes += [2.0 ** (-4.0 * (head + 1) / whole) for head in range(0, 2 * (heads - whole), 2)]
+    return Slopes(torch.tensor(slopes, dtype=torch.float32, device=device))
 
 
 def t5(table_NR: Tensor, max_distance: int = 128) -> ByDistance:

@@ -72,19 +72,19 @@ class LineProcess:
         except ChildProcessError:
             return False
 
-    def ask(self, asked: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+    def ask(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The answer; None without one in time. Then the process is of no more use: call ``end``."""
         self._deadline = deadline = ActiveDeadline(seconds)
         self._pulse, self.was_stopped, self.has_ended = ProcessWatch(), False, False
         number = secrets.token_hex(8)
-        if not self._write(json.dumps(asked | {NUMBER: number}).encode() + b"\n", deadline):
+        if not self._write(json.dumps(question | {NUMBER: number}).encode() + b"\n", deadline):
             return None
         line = self._read(deadline)
         try:
-            told = None if line is None else json.loads(line)
+            answer = None if line is None else json.loads(line)
         except (ValueError, RecursionError):
             return None
-        return told if isinstance(told, dict) and told.pop(NUMBER, None) == number else None
+        return answer if isinstance(answer, dict) and answer.pop(NUMBER, None) == number else None
 
     def kill(self) -> None:
         """Kill it and the processes of its session, from any thread.
@@ -148,7 +148,7 @@ class LineProcess:
         return bytes(line)
 
 
-def unanswered(process: LineProcess, seconds: float) -> str:
+def explain_no_answer(process: LineProcess, seconds: float) -> str:
     """Why a process did not answer within its ``seconds``."""
     if process.was_stopped:
         return f"its process {process.pid} was stopped (SIGSTOP) and did not go on: killed"

@@ -46,7 +46,7 @@ class PeerWatch:
 
     def __init__(self, store: dist.Store, stop: StopRequest) -> None:  # type: ignore[name-defined]
         self._stop = stop
-        self._asked_s: float | None = None
+        self._requested_s: float | None = None
         # A connection of its own: what the rank asks of the store may keep it waiting.
         self._store = store.clone()
         self._is_over = threading.Event()
@@ -68,7 +68,7 @@ class PeerWatch:
     def _watch(self) -> None:
         status = None
         while status is None and not self._is_over.is_set():
-            status = self._signal_status() or self._failed_rank()
+            status = self._signal_status() or self._find_failed_rank()
         if status is not None and not self._is_over.wait(PATIENCE_S):
             end(status)
 
@@ -77,17 +77,17 @@ class PeerWatch:
         if not select.select([self._signals], [], [], POLL_S)[0]:
             return None
         came = set(os.read(self._signals, 64))
-        if signal.SIGTERM in came and self._stop.is_listening and not self._is_asked_again():
+        if signal.SIGTERM in came and self._stop.is_listening and not self._is_requested_again():
             came.remove(signal.SIGTERM)
         return next((128 + number for number in _DEADLY if number in came), None)
 
-    def _is_asked_again(self) -> bool:
+    def _is_requested_again(self) -> bool:
         now_s = time.monotonic()
-        if self._asked_s is None:
-            self._asked_s = now_s
-        return now_s - self._asked_s >= AGAIN_S
+        if self._requested_s is None:
+            self._requested_s = now_s
+        return now_s - self._requested_s >= AGAIN_S
 
-    def _failed_rank(self) -> int | None:
+    def _find_failed_rank(self) -> int | None:
         try:
             return 1 if self._store.check([FAILED]) else None
         except RuntimeError:  # the store's own process has ended, as it does after a run that went well

@@ -25,7 +25,7 @@ HELD_S = 2.0
 
 LOOK_S = 0.25
 
-NOT_TOLD = 255
+UNKNOWN_STATUS = 255
 """The exit status that ``multiprocessing`` gives a process whose fork server is gone."""
 
 
@@ -76,8 +76,8 @@ class ProcessHandle:
     def exit_status(self) -> int | None:
         """The exit status, negative for a signal; None where the fork server that knew it is gone."""
         code = self._process.exitcode
-        is_told = code != NOT_TOLD or self._parent is None or _runs(self._parent)
-        return (code or 0) if is_told else None
+        is_known = code != UNKNOWN_STATUS or self._parent is None or _runs(self._parent)
+        return (code or 0) if is_known else None
 
     def close(self) -> None:
         if self._file is not None:

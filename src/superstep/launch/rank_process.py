@@ -15,7 +15,7 @@ from superstep.launch.process_handle import ProcessHandle
 from superstep.monitor.activity import Activity
 from superstep.monitor.hang_detector import HangDetector
 from superstep.monitor.hang_rules import HungRank
-from superstep.monitor.rank_inspector import last_seen
+from superstep.monitor.rank_inspector import read_last_observation
 from superstep.monitor.status_page import Heartbeat, StatusPage
 from superstep.monitor.stopped_process import ProcessWatch, is_stopped
 from superstep.observe.doctor.failure_file import write_box
@@ -56,7 +56,7 @@ class RankProcess:
     stderr: Path
     page: StatusPage | None
 
-    def named(self, trouble: RankFailure) -> RankFailure:
+    def add_party(self, trouble: RankFailure) -> RankFailure:
         """Add the party's name, if any, unless the trouble is the user's mistake."""
         if self.party and isinstance(trouble.error, Fault):
             return replace(trouble, error=trouble.error.of(self.party))
@@ -128,7 +128,7 @@ class RankWatch:
         stopped = self._pulse.look(processes)
         if stopped is not None:
             rank = processes[stopped]
-            return rank.named(rank.stop())
+            return rank.add_party(rank.stop())
         for party in {rank.party for rank in ranks}:
             watcher = self._watchers.setdefault(party, HangDetector(self._clock, is_whole=self._is_whole))
             its = {pid: rank.page.read() for pid, rank in processes.items() if rank.page and rank.party == party}
@@ -136,7 +136,7 @@ class RankWatch:
             if hung is not None:
                 rank = processes[hung.process]
                 others = [processes[other].number for other in hung.others]
-                return rank.named(rank.hang(hung, others))
+                return rank.add_party(rank.hang(hung, others))
         return None
 
 
@@ -160,7 +160,7 @@ def output_of(ranks: Sequence[RankProcess], fault: Fault) -> str:
     """What every rank of the failed party did when the failure was found, as text; the fault names the party."""
     party = next((rank.party for rank in ranks if rank.party and fault.message.startswith(rank.party)), ranks[0].party)
     its = [rank for rank in ranks if rank.party == party and rank.page is not None]
-    return write_box(str(fault), [last_seen(rank.page.view, rank.number) for rank in its if rank.page])
+    return write_box(str(fault), [read_last_observation(rank.page.view, rank.number) for rank in its if rank.page])
 
 
 def end_all(ranks: Sequence[RankProcess]) -> None:

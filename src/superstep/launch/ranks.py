@@ -168,20 +168,20 @@ def launch_parties(
             value, trouble = _collect(ranks, cut)
             if trouble is None:
                 return value
-            if stop.is_asked and trouble.order == 1:
+            if stop.is_requested and trouble.order == 1:
                 raise SystemExit(STOPPED)
             raise trouble.error
 
 
 def launch_here(
-    kind: DeviceKind, parties: Sequence[RankWorld], cut: Connection, troubled: Callable[[RankFailure], None]
+    kind: DeviceKind, parties: Sequence[RankWorld], cut: Connection, on_trouble: Callable[[RankFailure], None]
 ) -> tuple[Any, bool]:
     """Launch this host's ranks of worlds on several hosts.
 
     Args:
         parties: have a meeting each.
         cut: ends the ranks as soon as it is readable.
-        troubled: called with the reason before ranks are ended, if this host knows it.
+        on_trouble: called with the reason before ranks are ended, if this host knows it.
 
     Returns:
         What the first of them returned, and whether all ranks of this host finished.
@@ -194,9 +194,9 @@ def launch_here(
         with listening(stop, lambda: pass_on(ranks)):
             value, trouble = _collect(ranks, cut, is_whole=False)
             if trouble is not None:
-                if stop.is_asked and trouble.order == 1:
+                if stop.is_requested and trouble.order == 1:
                     raise SystemExit(STOPPED)
-                troubled(trouble)
+                on_trouble(trouble)
     return value, trouble is None and not cut.poll()
 
 
@@ -277,7 +277,7 @@ def _collect(
             except (EOFError, OSError):
                 report = rank.death()
             if isinstance(report, RankFailure):
-                troubles.append(rank.named(report))
+                troubles.append(rank.add_party(report))
                 grace_s = LOST_GRACE_S if isinstance(report.error, RankLost) else GRACE_S
                 deadline_s = min(deadline_s, time.monotonic() + grace_s)
             elif rank.is_first:
@@ -285,7 +285,7 @@ def _collect(
     if troubles:
         first = min(troubles, key=lambda trouble: (trouble.order, trouble.at_s))
         if isinstance(first.error, Fault):
-            first.error.said = output_of(ranks, first.error)
+            first.error.record = output_of(ranks, first.error)
         return value, first
     if waiting:
         return value, None

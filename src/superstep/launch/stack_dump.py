@@ -20,7 +20,7 @@ from pathlib import Path
 
 from superstep.comm.device import Device
 from superstep.errors import Fault
-from superstep.monitor.rank_inspector import last_seen
+from superstep.monitor.rank_inspector import read_last_observation
 from superstep.monitor.status_page import HeartbeatReceiver, HeartbeatWriter, NoHeartbeats, page
 from superstep.observe.doctor.failure_file import write_box
 
@@ -67,7 +67,7 @@ def own_heart(rank: int, device: Device) -> Iterator[HeartbeatReceiver]:
     try:
         yield heart
     except Fault as fault:
-        fault.said = write_box(str(fault), [last_seen(made.view, rank)])
+        fault.record = write_box(str(fault), [read_last_observation(made.view, rank)])
         raise
     finally:
         heart.listens(0)

@@ -25,19 +25,19 @@ class StopRequest:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._asked_s: float | None = None
+        self._requested_s: float | None = None
         self.is_listening = False
         """Whether a request waits for the end of the step; else it ends the process."""
 
     @property
-    def is_asked(self) -> bool:
-        return self._asked_s is not None
+    def is_requested(self) -> bool:
+        return self._requested_s is not None
 
     def ask(self) -> bool:
         """Note a request; returns whether it is a second one, which does not wait for a step."""
-        if self._asked_s is None:
-            self._asked_s = self._clock()
-        return self._clock() - self._asked_s >= AGAIN_S
+        if self._requested_s is None:
+            self._requested_s = self._clock()
+        return self._clock() - self._requested_s >= AGAIN_S
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def listening(stop: StopRequest, pass_on: Callable[[], None] = lambda: None) -> 
         yield
         return
 
-    def asked(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if stop.ask():
             raise SystemExit(128 + number)
         pass_on()
 
-    before = signal.signal(signal.SIGTERM, asked)
+    before = signal.signal(signal.SIGTERM, on_signal)
     stop.is_listening = True
     try:
         yield

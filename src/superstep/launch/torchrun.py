@@ -44,7 +44,7 @@ class StoredValue(Generic[T]):
     decode: Callable[[bytes], T]
 
 
-def stored_message(
+def make_stored_message(
     codec: Codec[M | None], message_of: Callable[[T], M], value_of: Callable[[M], T]
 ) -> StoredValue[T | None]:
     """A value, or None, that goes through the store as a message.

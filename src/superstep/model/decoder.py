@@ -72,8 +72,8 @@ class Sliding:
             q_BNsH, k_BKtH, v_BKtH = (
                 x.transpose(1, 2) for x in (q_BSNH[:, mine], k_BSKH[:, visible], v_BSKH[:, visible])
             )
-            is_seen = (back >= 0) & (back < self.window)
-            yield fused_attention(q_BNsH, k_BKtH, v_BKtH, is_seen).transpose(1, 2)
+            is_visible = (back >= 0) & (back < self.window)
+            yield fused_attention(q_BNsH, k_BKtH, v_BKtH, is_visible).transpose(1, 2)
 
 
 def attention_of(shape: ModelShape) -> Attend:

@@ -20,19 +20,21 @@ from superstep.plan.saved_activations import WIDEST_FLASH
 ALIGNED_BYTES = 16
 
 
-def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_seen: Tensor | None = None) -> Tensor:
-    """The attention output, [B, N, S, H]: causal, or with the mask ``is_seen``, [S, T] or [B, 1, S, T]."""
+def fused_attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, is_visible: Tensor | None = None) -> Tensor:
+    """The attention output, [B, N, S, H]: causal, or with the mask ``is_visible``, [S, T] or [B, 1, S, T]."""
     q, k, v = q_BNSH, k_BKTH, v_BKTH
     if not q.is_cuda:  # a CPU's kernels support groups, masks and any width
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=is_seen, is_causal=is_seen is None, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=is_visible, is_causal=is_visible is None, enable_gqa=True
+        )
     width = q.shape[-1]
-    if is_seen is not None or not has_flash(q):
+    if is_visible is not None or not has_flash(q):
         k, v = expand_heads(k, q), expand_heads(v, q)
         q, k, v = (fill_up(x) for x in (q, k, v))
     out_BNSH = F.scaled_dot_product_attention(
         *(q, k, v),
-        attn_mask=is_seen,
-        is_causal=is_seen is None,
+        attn_mask=is_visible,
+        is_causal=is_visible is None,
         scale=1 / math.sqrt(width),
         enable_gqa=q.shape[1] != k.shape[1],
     )

@@ -90,10 +90,10 @@ class Rope:
                 turns = tokens * frequency / (2 * math.pi)
                 keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
             case YarnRope(factor=factor):
-                keep = self._kept_by_yarn(self.scaling, pair / 2)
+                keep = self._compute_yarn_ramp(self.scaling, pair / 2)
         return keep * frequency + (1.0 - keep) * frequency / factor
 
-    def _kept_by_yarn(self, yarn: YarnRope, pair: Tensor) -> Tensor:
+    def _compute_yarn_ramp(self, yarn: YarnRope, pair: Tensor) -> Tensor:
         """The ramp of Peng 2023 (eq. 18), over the number of the pair as in its code, from 1 to 0."""
 
         def turning(turns: float) -> float:

@@ -210,7 +210,7 @@ def with_notes(rank: RankObservation, view: mmap.mmap) -> RankObservation:
     )
 
 
-def last_seen(view: mmap.mmap, rank: int) -> RankObservation:
+def read_last_observation(view: mmap.mmap, rank: int) -> RankObservation:
     """A rank of a failed run."""
     return with_notes(RankInspector({rank: view}).look()[0], view)
 

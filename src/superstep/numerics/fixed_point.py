@@ -48,32 +48,32 @@ class RangeExcess:
     """
 
     def __init__(self) -> None:
-        self.found = ""
+        self.excess_text = ""
         self._largest: dict[Grid, Tensor] = {}
 
     def note(self, what: str) -> None:
-        self.found = self.found or what
+        self.excess_text = self.excess_text or what
 
     def watch(self, grid: Grid, largest: Tensor) -> None:
         """Check later whether a sum's largest term is in range: it is on a GPU, and this call does not wait."""
         before = self._largest.get(grid)
         self._largest[grid] = largest if before is None else torch.maximum(before, largest)  # of no number none
 
-    def is_found(self, device: torch.device) -> Tensor:
+    def is_exceeded(self, device: torch.device) -> Tensor:
         """Whether something is noted, or a watched term is out of range: on the device."""
         are_beyond = [~(largest < grid.limit) for grid, largest in self._largest.items()]
-        return torch.stack([send(torch.tensor(bool(self.found)), device), *are_beyond]).any()
+        return torch.stack([send(torch.tensor(bool(self.excess_text)), device), *are_beyond]).any()
 
     def message(self) -> str:
         """The noted problem in words; waits for watched terms."""
         for grid, largest in self._largest.items():
             if not float(largest) < grid.limit:
                 self.note(grid.message_of(float(largest)))
-        return self.found
+        return self.excess_text
 
     def clear(self) -> None:
         """Reset."""
-        self.found = ""
+        self.excess_text = ""
         self._largest.clear()
 
 

@@ -80,7 +80,7 @@ def _adamw(
     param.mul_(1 - now.lr * now.decay).sub_((first / size).mul_(now.lr / (1 - h.beta1**now.number)))
 
 
-def _fused_adamw(
+def _update_fused_adamw(
     params: list[Tensor],
     grads: list[Tensor],
     moments: Sequence[list[Tensor]],
@@ -119,6 +119,6 @@ def _lion(
 
 
 RULES: Mapping[OptimizerName, UpdateRule] = {
-    "adamw": UpdateRule(_adamw, _fused_adamw),
+    "adamw": UpdateRule(_adamw, _update_fused_adamw),
     "lion": UpdateRule(_lion),
 }

@@ -116,7 +116,7 @@ class GoodputSink:
         )
 
 
-def spent_s(metrics: Path) -> float:
+def sum_spent_s(metrics: Path) -> float:
     """Seconds of a run's earlier launches, as far as its metrics tell: until their last lines."""
     if not metrics.exists():
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from superstep.observe.events import Evaluated, Event, LossDetails, RolloutStats, RouterStats, StepDone
-from superstep.observe.router_balance import busiest, dropped_share
+from superstep.observe.router_balance import busiest, share_dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def _points(event: StepDone | LossDetails | RouterStats | RolloutStats | Evaluat
             return {f"loss/{name}": value for name, value in zip(event.names, event.values, strict=True)}
         case RouterStats():
             points = {
-                "router/dropped_share": dropped_share(sum(event.chosen, ()), sum(event.dropped, ())),
+                "router/dropped_share": share_dropped(sum(event.chosen, ()), sum(event.dropped, ())),
                 "router/balance": sum(event.balance) / len(event.balance),
                 "router/z": sum(event.z) / len(event.z),
             }

@@ -48,7 +48,7 @@ def steps_of(rank: RankObservation, instructions: Sequence[Instruction]) -> dict
     wanted = list(instructions)
     return {
         run: notes
-        for run, notes in sorted(rank.done_by_run().items())
+        for run, notes in sorted(rank.group_done_by_run().items())
         if len(notes) == len(wanted) and [read(note.what) for note in notes] == wanted
     }
 

@@ -47,13 +47,13 @@ COUNTED = (
 """Events that are counted."""
 
 
-def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float | None = None) -> str:
+def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, updated_at_s: float | None = None) -> str:
     """The text for Prometheus.
 
     Args:
         run: its name, the label of each number.
         lines: the objects of its metrics.jsonl.
-        told_at_s: its last report, in seconds since 1970.
+        updated_at_s: its last report, in seconds since 1970.
     """
     newest: dict[str, Mapping[str, Any]] = {}
     counts: dict[str, int] = {}
@@ -74,7 +74,7 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, told_at_s: float
         add(f"{name}_total", "counter", about, newest.get(event, {}).get(field))
     for event, name, about in COUNTED:
         add(f"{name}_total", "counter", about, counts.get(event, 0))
-    add("told_timestamp_seconds", "gauge", "When the run told something last.", told_at_s)
+    add("told_timestamp_seconds", "gauge", "When the run last wrote its metrics.", updated_at_s)
     return "\n".join(text) + "\n"
 
 

@@ -20,7 +20,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from superstep.observe.events import RouterStats
-from superstep.observe.router_balance import busiest, dropped_share, entropy
+from superstep.observe.router_balance import busiest, entropy, share_dropped
 
 GUTTER = 12
 """Columns left of the time: ``expert 127 ``, an edge."""
@@ -160,7 +160,11 @@ def _table(reports: Sequence[RouterReport], layers: Iterable[int]) -> Iterator[s
     yield f"{'layer':>7}{'busiest / mean':>18}{f'entropy of {bits:.3g}':>18}{'dropped':>18}"
     for layer in layers:
         measures = [
-            (busiest(r.chosen[layer]), entropy(r.chosen[layer]), dropped_share(r.chosen[layer], r.dropped[layer]))
+            (
+                busiest(r.chosen[layer]),
+                entropy(r.chosen[layer]),
+                share_dropped(r.chosen[layer], r.dropped[layer]),
+            )
             for r in (first, last)
         ]
         cells = (f"{a:{form}} {b:{form}}" for a, b, form in zip(*measures, ("8.2f", "8.3f", "8.1%"), strict=True))

@@ -17,6 +17,6 @@ def entropy(chosen: Sequence[int]) -> float:
     return sum(-share * math.log2(share) for share in shares)
 
 
-def dropped_share(chosen: Sequence[int], dropped: Sequence[int]) -> float:
+def share_dropped(chosen: Sequence[int], dropped: Sequence[int]) -> float:
     """The share of choices for which the expert had no room."""
     return sum(dropped) / (sum(chosen) or 1)

@@ -12,7 +12,7 @@ from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.planner.price import pricing_of
 from superstep.planner.search import PricedProblem, search
 from superstep.planner.search_problem import Rule, SearchProblem
-from superstep.planner.simulate_best import verified
+from superstep.planner.simulate_best import verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def smaller_plan(
         compute=config.numerics.compute,
         memory_bytes=memory_bytes,
         is_host=is_host,
-        rules=tuple(_kept_rules(config)),
+        rules=tuple(_list_kept_rules(config)),
     )
     side = PricedProblem(problem=problem, pricing=pricing_of(problem))
     if not len(side.space.cores()):
@@ -73,7 +73,7 @@ def smaller_plan(
             again = resolve(replace(config, plan=replace(plan, rules=config.plan.rules, device=config.plan.device)))
         except ConfigError:  # exact mode cuts less finely, say
             continue
-        priced = verified(option)
+        priced = verify(option)
         if priced.memory_bytes + beside(again) <= memory_bytes:
             return SmallerPlan(run=again, step_s=priced.step_s)
     return None
@@ -87,7 +87,7 @@ def _without_unpriced(config: RunConfig) -> RunConfig:
     return replace(config, numerics=numerics, state=state, lora=None, plan=plan)
 
 
-def _kept_rules(config: RunConfig) -> Iterator[Rule]:
+def _list_kept_rules(config: RunConfig) -> Iterator[Rule]:
     """The rules for what may not change."""
     if config.numerics.exact:  # gradients of microbatches are summed in their order
         yield Rule("microbatch", config.plan.microbatch)

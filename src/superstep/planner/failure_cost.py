@@ -60,7 +60,7 @@ def survival(plan: SimulatedPlan, failures_per_hour: float | None) -> FailureCos
     """A plan under failures; None where the chip's failures are unknown. ``failures_per_hour``: of one chip with its
     share of the host; None takes the catalogue's.
     """
-    cluster = plan.found.side.problem.cluster
+    cluster = plan.priced.side.problem.cluster
     rate = failures_per_hour if failures_per_hour is not None else cluster.chip.failures_per_hour
     if rate is None:
         return None

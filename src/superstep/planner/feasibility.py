@@ -88,7 +88,7 @@ def smallest(side: PricedProblem) -> LeastMemory:
     least = cores.take(np.argsort(bounds, kind="stable")[:LEAST_CORES])
     plans = side.space.with_shardings(side.space.with_schedules(least))
     best = plans.take(np.array([int(np.argmin(side.pricing.bytes(plans)))]))
-    held = side.pricing.held(best)
+    held = side.pricing.predict_memory(best)
     return LeastMemory(bytes=float(np.broadcast_to(held.reserved, (1,))[0]), held=held)
 
 

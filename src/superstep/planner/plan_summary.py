@@ -64,7 +64,7 @@ def figures(
     plan: SimulatedPlan, tokens: float | None, price_per_chip_hour: float | None, *, narrowed: float = 1.0
 ) -> Figures:
     """The figures of a run of ``tokens``; ``narrowed``: the interval's remaining width after calibration."""
-    problem = plan.found.side.problem
+    problem = plan.priced.side.problem
     cluster = problem.cluster
     tokens_per_s = problem.batch_tokens / plan.step_s
     run_s = None if tokens is None else tokens / tokens_per_s
@@ -94,7 +94,7 @@ def step_interval(plan: SimulatedPlan, *, narrowed: float = 1.0) -> tuple[float,
     """The 80% interval of a plan's step, in seconds."""
     of = shares(plan)
     traffic = sum(of[name] for name in TRAFFIC)
-    is_mixture = plan.found.side.problem.shape.moe is not None
+    is_mixture = plan.priced.side.problem.shape.moe is not None
     return around(plan.step_s, traffic=traffic, is_mixture=is_mixture, narrowed=narrowed)
 
 
@@ -121,7 +121,7 @@ def limits(plan: SimulatedPlan) -> list[tuple[str, float]]:
     held_back.sort(key=lambda pair: -pair[1])
     if not held_back:
         return [("compute", shares(plan)["compute"])]
-    problem = plan.found.side.problem
+    problem = plan.priced.side.problem
     has_none = plan.memory_bytes > (1 - NEAR) * problem.memory_bytes
     if has_none and plan.run.plan.recompute != "none":
         held_back.append(("memory", plan.memory_bytes / problem.memory_bytes))
@@ -139,14 +139,14 @@ class AxisShare:
     link: str
 
 
-def carried_by(plan: SimulatedPlan) -> tuple[AxisShare, ...]:
+def list_carried_bytes(plan: SimulatedPlan) -> tuple[AxisShare, ...]:
     """Each axis' bytes on the pipeline rank with most, and their link; none for a long program."""
     if not plan.is_simulated:
         return ()
     run = plan.run
     program = compile_step(run.plan, is_each_pass_checked=False)
     most = max(traffic(run, program, decoder_operations(run)), key=lambda carried: sum(carried.values()))
-    domain, reach = plan.found.side.problem.cluster.domain, _reach(run.plan.mesh)
+    domain, reach = plan.priced.side.problem.cluster.domain, _reach(run.plan.mesh)
     return tuple(
         AxisShare(axis, size, "fast links" if reach[axis] <= domain else "network") for axis, size in most.items()
     )

@@ -40,12 +40,12 @@ class Pricing:
     def seconds(self, plans: Plans) -> Estimate:
         return estimate(self.model, plans.layout, self.rates, self.stack, optimizer=self.optimizer)
 
-    def held(self, plans: Plans) -> Footprint:
+    def predict_memory(self, plans: Plans) -> Footprint:
         return footprint(self.model, plans.layout, self.stack, self.keeping)
 
     def bytes(self, plans: Plans) -> Array:
         """The bytes that each plan's allocator holds."""
-        return np.broadcast_to(self.held(plans).reserved, (len(plans),))
+        return np.broadcast_to(self.predict_memory(plans).reserved, (len(plans),))
 
     def core_bound_s(self, cores: Plans) -> Array:
         """Lower bound of the seconds of a core's plans: the work, and the traffic within a stage."""
@@ -69,7 +69,7 @@ class Pricing:
         Gradients in fp32 are as large as one moment, or as the master weights beside them; no buffers count.
         """
         ones = np.ones(len(plans))
-        held = self.held(replace(plans, zero=ones, replicas=ones))
+        held = self.predict_memory(replace(plans, zero=ones, replicas=ones))
         states = held.optimizer * (1 + 1 / (1 + self.keeping.moments))
         return np.broadcast_to(states + (1 + FRAGMENTATION) * held.activations, (len(plans),))
 

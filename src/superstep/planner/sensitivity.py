@@ -11,7 +11,7 @@ from superstep.planner.price import pricing_of
 from superstep.planner.search import PricedPlan, PricedProblem, search
 from superstep.planner.search_problem import Rule, SearchProblem
 from superstep.planner.shortlist import search_fitting
-from superstep.planner.simulate_best import SimulatedPlan, verified
+from superstep.planner.simulate_best import SimulatedPlan, verify
 from superstep.planner.tie_break import Simplicity, first_of, simplicity
 
 AXES = ("tp", "pp", "cp", "ep", "zero", "replicas", "schedule", "microbatch", "recompute", "sequence_parallel")
@@ -42,19 +42,19 @@ class Memo:
     searches: dict[Rule, tuple[PricedPlan, ...]] = field(default_factory=dict)
     programs: dict[PlanConfig, SimulatedPlan] = field(default_factory=dict)
 
-    def priced(self, side: PricedProblem, rule: Rule) -> list[SimulatedPlan]:
+    def price(self, side: PricedProblem, rule: Rule) -> list[SimulatedPlan]:
         """The best plans under one more rule, with the price of their programs."""
         if rule not in self.searches:
             problem = side.problem
             ruled = replace(side, problem=replace(problem, rules=(*problem.rules, rule)))
             self.searches[rule] = search([ruled], keep=1).best if len(ruled.space.cores()) else ()
-        return [self.verified(replace(priced, side=side)) for priced in self.searches[rule]]
+        return [self.verify(replace(priced, side=side)) for priced in self.searches[rule]]
 
-    def verified(self, priced: PricedPlan) -> SimulatedPlan:
+    def verify(self, priced: PricedPlan) -> SimulatedPlan:
         """The price of a plan's program."""
         plan = priced.plan.plan_config(0, priced.side.problem)
         if plan not in self.programs:
-            self.programs[plan] = verified(priced)
+            self.programs[plan] = verify(priced)
         return self.programs[plan]
 
 
@@ -73,7 +73,7 @@ def neighbours(
         tell: called with each field before its search.
     """
     memo = Memo() if memo is None else memo
-    side = best.found.side
+    side = best.priced.side
     problem, plan = side.problem, best.run.config.plan
     tried = {best.run.plan}
     for name in AXES:
@@ -81,7 +81,7 @@ def neighbours(
             continue
         tell(name)
         rule = Rule(name, getattr(plan, name), is_wanted=False)
-        priced = memo.priced(side, rule)
+        priced = memo.price(side, rule)
         if not memo.searches[rule]:
             continue
         priced += [each for each in known if getattr(each.run.config.plan, name) != rule.value]
@@ -113,10 +113,10 @@ def improve(
     memos: dict[Dtype, Memo] = {}
     near = [best, *known]
     for each in near:
-        memo = memos.setdefault(each.found.side.problem.compute, Memo())
+        memo = memos.setdefault(each.priced.side.problem.compute, Memo())
         memo.programs[each.run.config.plan] = each
     while True:
-        nearby = tuple(neighbours(best, near, memos[best.found.side.problem.compute], tell))
+        nearby = tuple(neighbours(best, near, memos[best.priced.side.problem.compute], tell))
         near += [each.plan for each in nearby]
         chosen = simplest(near)
         if chosen.run.plan == best.run.plan or not rounds:
@@ -141,7 +141,7 @@ def of_kinds(plans: Sequence[SimulatedPlan]) -> tuple[SimulatedPlan, ...]:
 def simplicity_of(plan: SimulatedPlan) -> Simplicity:
     """The simplicity of a plan, to compare equally fast ones."""
     mesh, full = plan.run.plan.mesh, plan.run.plan
-    share = plan.memory_bytes / plan.found.side.problem.memory_bytes
+    share = plan.memory_bytes / plan.priced.side.problem.memory_bytes
     return simplicity((mesh.tp, mesh.pp, mesh.cp, mesh.ep), RECOMPUTE.index(full.recompute), share)
 
 
@@ -172,6 +172,6 @@ def fallbacks(problems: Sequence[SearchProblem], nodes: int) -> Iterator[Fallbac
 def _on(problems: Sequence[SearchProblem], lost: int, left: int, node: int) -> Iterator[Fallback]:
     for chips in range(left, 0, -node):
         sides = [PricedProblem(problem=each, pricing=pricing_of(each)) for each in (p.on(chips) for p in problems)]
-        found = search_fitting([side for side in sides if len(side.space.cores())], keep=1)
-        if found is not None:
-            yield Fallback(lost=lost, chips=chips, verified=found[1][0])
+        fallback = search_fitting([side for side in sides if len(side.space.cores())], keep=1)
+        if fallback is not None:
+            yield Fallback(lost=lost, chips=chips, verified=fallback[1][0])

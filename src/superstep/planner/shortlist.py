@@ -12,7 +12,7 @@ from dataclasses import replace
 from superstep.plan.resolution.resolve import resolve
 from superstep.planner.plan_columns import run_config
 from superstep.planner.search import PricedPlan, PricedProblem, SearchResult, search
-from superstep.planner.simulate_best import MOST_INSTRUCTIONS, SimulatedPlan, instructions_of, verified
+from superstep.planner.simulate_best import MOST_INSTRUCTIONS, SimulatedPlan, instructions_of, verify
 
 BUDGET = 130_000
 """Instructions: about two seconds of a processor."""
@@ -35,8 +35,8 @@ def search_fitting(
         answer = search(limited, keep=keep)
         if not answer.best:
             return None
-        plans = [verified(each) for each in candidates(answer.best)]
-        if fit := fitting(plans) or fitting([verified(each) for each in answer.best]):
+        plans = [verify(each) for each in candidates(answer.best)]
+        if fit := fitting(plans) or fitting([verify(each) for each in answer.best]):
             return answer, tuple(sorted(fit, key=lambda plan: plan.step_s))
         # The closed form has promised too much, or knows no communicators: by how much tells what to ask of it.
         most = sides[0].problem.memory_bytes
@@ -47,7 +47,7 @@ def search_fitting(
 
 def fitting(plans: Sequence[SimulatedPlan]) -> list[SimulatedPlan]:
     """Those with programs that fit."""
-    return [plan for plan in plans if plan.memory_bytes <= plan.found.side.problem.memory_bytes]
+    return [plan for plan in plans if plan.memory_bytes <= plan.priced.side.problem.memory_bytes]
 
 
 def candidates(best: Sequence[PricedPlan]) -> list[PricedPlan]:

@@ -46,7 +46,7 @@ class SimulatedPlan:
         then those of the closed form.
     """
 
-    found: PricedPlan
+    priced: PricedPlan
     run: Resolved
     parts: Estimate
     memory: RankBytes | None
@@ -59,7 +59,7 @@ class SimulatedPlan:
         return float(self.parts.step_s)
 
 
-def verified(priced: PricedPlan) -> SimulatedPlan:
+def verify(priced: PricedPlan) -> SimulatedPlan:
     """The price of a plan's program; raises ConfigError where the plan cannot be resolved."""
     problem = priced.side.problem
     run = resolve(run_config(priced.plan.plan_config(0, problem), problem), is_priced=True)
@@ -67,7 +67,7 @@ def verified(priced: PricedPlan) -> SimulatedPlan:
     beyond = 0 if problem.is_host else beyond_reserve(run.plan)
     if run.shape.is_priced_only or instructions_of(run) > MOST_INSTRUCTIONS:
         return SimulatedPlan(
-            found=priced,
+            priced=priced,
             run=run,
             parts=priced.parts,
             memory=None,
@@ -78,7 +78,7 @@ def verified(priced: PricedPlan) -> SimulatedPlan:
     program = compile_step(run.plan, is_each_pass_checked=False)
     memory = max(rank_bytes(run, program), key=lambda rank: rank.bytes)
     return SimulatedPlan(
-        found=priced,
+        priced=priced,
         run=run,
         parts=simulate_plan(run, program, priced.plan.layout, priced.side.pricing),
         memory=memory,
@@ -102,7 +102,7 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
     source = catalogue_seconds(run, layout, pricing)
     durations = instruction_seconds(run, program, source)
     timeline = simulate(program, durations)
-    spent = timeline.spent()
+    spent = timeline.measure_uses()
     rank = max(range(program.pp), key=lambda r: spent[r].busy_s)
     of_kind = dict.fromkeys(KINDS, 0.0)
     update_s = settled_s = beside_s = 0.0
@@ -137,11 +137,11 @@ def simulate_plan(run: Resolved, program: Program, layout: Layout, pricing: Pric
     return Estimate(**{name: np.asarray(seconds) for name, seconds in values.items()})
 
 
-def straggled(plan: SimulatedPlan, jitter: Jitter) -> StragglerResult | None:
+def simulate_stragglers(plan: SimulatedPlan, jitter: Jitter) -> StragglerResult | None:
     """A plan's late steps when chips differ; None where its program is too long to sample."""
     if not plan.is_simulated:
         return None
     program, mesh = compile_step(plan.run.plan, is_each_pass_checked=False), plan.run.plan.mesh
-    source = catalogue_seconds(plan.run, plan.found.plan.layout, plan.found.side.pricing)
+    source = catalogue_seconds(plan.run, plan.priced.plan.layout, plan.priced.side.pricing)
     took = instruction_seconds(plan.run, program, source)
     return straggle(program, took, jitter, lockstep=mesh.tp * mesh.cp, copies=mesh.dp)

@@ -45,7 +45,7 @@ class _Rank:
     def __init__(self, program: Program, number: int, kinds: set[type[Instruction]]) -> None:
         self.program = program
         self.own = set(program.units_of(number))
-        self.held = set(program.held_by(number))
+        self.held = set(program.list_held_units(number))
         self.has_transfers = "transfers" in program.passes
         # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
         is_cut = program.shards_optimizer and ins.Reduce in kinds
@@ -97,9 +97,9 @@ class _Rank:
 
     def end(self) -> str:
         """The rule broken by what is left over, or nothing."""
-        return next(self._left_over(), "")
+        return next(self._list_left_over(), "")
 
-    def _left_over(self) -> Iterator[str]:
+    def _list_left_over(self) -> Iterator[str]:
         passes = self.program.passes
         expected = {(u, m) for u in self.own for m in range(self.program.microbatches)}
         yield from (f"u{u} has no forward for m{m}" for u, m in sorted(expected - self.forwarded))
@@ -133,7 +133,7 @@ class _Rank:
         self.values.discard(value)
         return ""
 
-    def _known(self, unit: int, m: int) -> str:
+    def _describe_pass(self, unit: int, m: int) -> str:
         if unit not in self.own:
             return "the unit lives on another rank"
         if not 0 <= m < self.program.microbatches:
@@ -141,9 +141,9 @@ class _Rank:
         return ""
 
     def _unit(self, unit: int, m: int) -> str:
-        if broken := self._known(unit, m):
+        if broken := self._describe_pass(unit, m):
             return broken
-        read = self.program.params[unit] if self.program.shards_parameters else self.program.trained(unit)
+        read = self.program.params[unit] if self.program.shards_parameters else self.program.list_trained(unit)
         if self.is_fetched and not set(read) <= self.resident:
             return "the unit's parameters are not resident"
         return ""
@@ -192,7 +192,7 @@ class _Rank:
         return ""
 
     def _backward_weight(self, unit: int, m: int) -> str:
-        if broken := self._known(unit, m):
+        if broken := self._describe_pass(unit, m):
             return broken
         if (unit, m) not in self.deferred:
             return "a backward-weight comes once, after its backward-input"
@@ -204,7 +204,7 @@ class _Rank:
         if is_later:
             self.deferred.add((unit, m))
             return ""
-        params = set(self.program.trained(unit))
+        params = set(self.program.list_trained(unit))
         if busy := self.reducing & params:
             return f"the gradient of u{min(busy)} is being reduced"
         if done := self.final & params:

@@ -199,7 +199,7 @@ class Program(ZeroStage):
     ranks: tuple[tuple[Instruction, ...], ...]
     frozen: tuple[int, ...] = ()
 
-    def trained(self, unit: int) -> tuple[int, ...]:
+    def list_trained(self, unit: int) -> tuple[int, ...]:
         """The units with gradients from a backward pass of ``unit``."""
         return tuple(u for u in self.params[unit] if u not in self.frozen)
 
@@ -219,12 +219,12 @@ class Program(ZeroStage):
     def units_of(self, rank: int) -> tuple[int, ...]:
         return tuple(u for s in self.stages_of(rank) for u in self.stages[s])
 
-    def held_by(self, rank: int) -> tuple[int, ...]:
+    def list_held_units(self, rank: int) -> tuple[int, ...]:
         """The units of which a pipeline rank holds parameters: those it computes, and those that these read."""
         return tuple(sorted({p for u in self.units_of(rank) for p in self.params[u]}))
 
     def holders(self, unit: int) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.pp) if unit in self.held_by(rank))
+        return tuple(rank for rank in range(self.pp) if unit in self.list_held_units(rank))
 
 
 def lane(instruction: Instruction) -> Lane:

@@ -66,7 +66,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
                     is_moving = True
                     continue
                 together = channels.first_use(number, i) or dict.fromkeys(_members(program, number, i), i)
-                if channels.missing(number, i) or not all(_stands_at(program, at, *each) for each in together.items()):
+                if channels.missing(number, i) or not all(_is_at(program, at, *each) for each in together.items()):
                     break
                 for other, theirs in together.items():
                     channels.issue(other, theirs)
@@ -88,7 +88,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
         raise InvalidProgram("deadlock: " + "; ".join(waits))
 
 
-def needed_by(i: Instruction) -> Value | None:
+def find_needed_value(i: Instruction) -> Value | None:
     """The value that an instruction needs and another rank may have sent."""
     match i:
         case ins.Forward(unit, m):
@@ -110,7 +110,7 @@ def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
             return (number,)
 
 
-def _stands_at(program: Program, at: list[int], number: int, i: Instruction) -> bool:
+def _is_at(program: Program, at: list[int], number: int, i: Instruction) -> bool:
     return at[number] < len(program.ranks[number]) and program.ranks[number][at[number]] == i
 
 
@@ -158,5 +158,5 @@ class _Channels:
         """The value that an instruction needs, posted and not yet delivered."""
         if not (awaited := self.awaited.get(number)):
             return None
-        needed = needed_by(i)
+        needed = find_needed_value(i)
         return needed if needed in awaited else None

@@ -34,7 +34,7 @@ def routes(placement: Sequence[int]) -> list[Channel]:
     return list(channels)
 
 
-def tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
+def find_tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
     rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
     readers: dict[int, set[int]] = {}

@@ -135,11 +135,11 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
     reductions few (Lamy-Poirier 2023, sec. 4.2). With replicas, final shards are summed over them too.
     """
 
-    def settled(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
+    def settle(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         finals = _finals(program, instructions)
         waiting: list[int] = []
         for at, i in enumerate(instructions):
-            added = program.trained(i.unit) if isinstance(i, ins.Backward | ins.BackwardWeight) else ()
+            added = program.list_trained(i.unit) if isinstance(i, ins.Backward | ins.BackwardWeight) else ()
             if program.shards_gradients and set(added) & set(waiting):
                 yield from (ins.Settle(w) for w in waiting)
                 waiting.clear()
@@ -153,13 +153,13 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
         yield from (ins.Settle(w) for w in waiting)
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        within = list(settled(number, instructions))
+        within = list(settle(number, instructions))
         last = {i.unit: at for at, i in enumerate(within) if isinstance(i, ins.Settle)} if replicas > 1 else {}
         for at, i in enumerate(within):
             yield i
             if isinstance(i, ins.Settle) and last.get(i.unit) == at:
                 yield ins.ReduceReplicas(i.unit)
-        held = [u for u in program.held_by(number) if u not in program.frozen]
+        held = [u for u in program.list_held_units(number) if u not in program.frozen]
         yield from (ins.Tie(u) for u in held if len(program.holders(u)) > 1)
         if tp > 1:
             yield ins.ReducePartial()
@@ -184,7 +184,7 @@ def _finals(program: Program, instructions: tuple[Instruction, ...]) -> dict[int
         now = (stage_of[i.unit], 0 if has_chunks else i.microbatch)
         run += now != before
         before = now
-        for unit in program.trained(i.unit):
+        for unit in program.list_trained(i.unit):
             if program.shards_gradients and run_of.get(unit, run) != run:
                 finals.setdefault(last[unit], []).append(unit)
             last[unit], run_of[unit] = at, run
@@ -263,7 +263,7 @@ def add_snapshot(program: Program) -> Program:
     """
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        left = [u for u in program.held_by(number) if u not in program.frozen]
+        left = [u for u in program.list_held_units(number) if u not in program.frozen]
         for i in instructions:
             for unit in [u for u in left if is_compute(i) and u in program.params[_unit_of(i)]]:
                 left.remove(unit)

@@ -44,7 +44,7 @@ class UnitBytes:
     forward_workspace: int = 0
     backward_workspace: int = 0
 
-    def kept(self, keep: Keep) -> int:
+    def count_kept(self, keep: Keep) -> int:
         """Bytes that a forward pass leaves for the backward pass."""
         match keep:
             case "all":
@@ -127,7 +127,7 @@ def _level(index: int, sizes: dict[Category, int], workspace: int) -> Peak:
     )
 
 
-def held(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
+def list_held_bytes(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[dict[Category, int], ...]:
     """The bytes of each category on a rank after each of its instructions."""
     now = _Held(program, rank, sizes)
     changes = []
@@ -168,7 +168,7 @@ class _Held:
                 if keep != "nothing":
                     # The input is part of what is kept, and must not count twice.
                     self.drop("boundary", "act", unit, m)
-                    self.put("kept", unit, m, size=self.sizes[unit].kept(keep))
+                    self.put("kept", unit, m, size=self.sizes[unit].count_kept(keep))
                 if unit + 1 < len(self.program.units):
                     self.put("boundary", "act", unit + 1, m, size=self.sizes[unit + 1].boundary)
             case ins.Recompute(unit, m):
@@ -190,21 +190,21 @@ class _Held:
             case ins.Forward(unit, _):
                 return self.sizes[unit].forward_workspace
             case ins.Backward(unit, m):
-                return self.sizes[unit].backward_workspace + self._made_again(unit, m)
+                return self.sizes[unit].backward_workspace + self._count_remade_bytes(unit, m)
             case ins.BackwardInput(unit, m):
                 # The gradients of products' outputs are among what both count.
                 beyond = self.sizes[unit].backward_workspace - self.sizes[unit].product_gradients
-                return max(beyond, 0) + self._made_again(unit, m)
+                return max(beyond, 0) + self._count_remade_bytes(unit, m)
             case _:
                 return 0
 
-    def _made_again(self, unit: int, m: int) -> int:
+    def _count_remade_bytes(self, unit: int, m: int) -> int:
         """What selective recomputation makes of a unit again, before its backward pass."""
         size = self.sizes[unit]
         return size.kept_all - self.items.get(("kept", unit, m), size.kept_all)
 
     def _put_gradients(self, unit: int) -> None:
-        for u in self.program.trained(unit) if self.are_gradients_transient else ():
+        for u in self.program.list_trained(unit) if self.are_gradients_transient else ():
             self.put("gradient", u, size=self.sizes[u].gradient)
 
     def _put_input_gradient(self, unit: int, m: int) -> None:

@@ -9,21 +9,21 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from superstep.program.instructions import Program, Send
-from superstep.program.issue_order import Value, needed_by
+from superstep.program.issue_order import Value, find_needed_value
 
 
-def received_by(program: Program, rank: int) -> dict[int, tuple[Value, ...]]:
+def find_received_values(program: Program, rank: int) -> dict[int, tuple[Value, ...]]:
     """By an instruction's place: the rank's sent values that are received before it runs, if they are answered."""
     uses = {peer: _uses(program, peer) for peer in {rank, *(i.peer for i in _sends(program, rank).values())}}
     answers = {peer: _answers(program, peer, rank, uses[rank]) for peer in uses if peer != rank}
-    found: dict[int, list[Value]] = defaultdict(list)
+    received: dict[int, list[Value]] = defaultdict(list)
     for i in _sends(program, rank).values():
         value = (i.wire, i.unit, i.microbatch)
         places, known_at = answers[i.peer]
         answer = bisect_right(places, uses[i.peer][value])
         if answer < len(places):
-            found[known_at[answer]].append(value)
-    return {place: tuple(values) for place, values in found.items()}
+            received[known_at[answer]].append(value)
+    return {place: tuple(values) for place, values in received.items()}
 
 
 def _sends(program: Program, rank: int) -> dict[int, Send]:
@@ -32,12 +32,12 @@ def _sends(program: Program, rank: int) -> dict[int, Send]:
 
 def _uses(program: Program, rank: int) -> dict[Value, int]:
     """Where a rank first waits for a value."""
-    found: dict[Value, int] = {}
+    first_uses: dict[Value, int] = {}
     for place, i in enumerate(program.ranks[rank]):
-        value = needed_by(i)
+        value = find_needed_value(i)
         if value is not None:
-            found.setdefault(value, place)
-    return found
+            first_uses.setdefault(value, place)
+    return first_uses
 
 
 def _answers(program: Program, peer: int, rank: int, uses: dict[Value, int]) -> tuple[list[int], list[int]]:

@@ -133,13 +133,13 @@ class Timeline:
         """One rank's events, in the order of issue."""
         return sorted((e for e in self.events if e.rank == rank), key=lambda e: e.index)
 
-    def spent(self) -> tuple[StepBreakdown, ...]:
+    def measure_uses(self) -> tuple[StepBreakdown, ...]:
         """Each pipeline rank's step by use."""
         return tuple(
-            _time_spent(events, waits) for events, waits in zip(self._of_ranks(), self.stood_still(), strict=True)
+            _time_spent(events, waits) for events, waits in zip(self._of_ranks(), self.find_waits(), strict=True)
         )
 
-    def stood_still(self) -> tuple[tuple[Wait, ...], ...]:
+    def find_waits(self) -> tuple[tuple[Wait, ...], ...]:
         """The waits of every rank, in one pass over the events."""
         needs, start_s, end_s = Needs(self.program), self.start_s, self.end_s
         return tuple(tuple(_waits(events, needs, start_s, end_s)) for events in self._of_ranks())
@@ -153,7 +153,7 @@ class Timeline:
 
     def bubble(self) -> float:
         """Idle over busy time of all ranks: the papers' bubble over ideal time, (p-1)/m for 1F1B."""
-        spent = self.spent()
+        spent = self.measure_uses()
         busy_s = sum(s.busy_s for s in spent)
         return sum(s.bubble_s for s in spent) / busy_s if busy_s else 0.0
 

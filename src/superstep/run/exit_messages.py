@@ -17,7 +17,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 INTERRUPTED = 130
 
 
-def ended(
+def end_by_signal(
     error: BaseException, folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False
 ) -> int | None:
     """The exit status after Ctrl-C or a SIGTERM without a graceful stop, with a message; None after anything else. A
@@ -48,7 +48,7 @@ def ended(
     return status
 
 
-def stopped(folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False) -> int:
+def end_by_stop(folder: RunFolder, console: Console, verb: str = "train", *, is_of_torchrun: bool = False) -> int:
     """The exit status after a graceful stop by SIGTERM, with a message."""
     console.warn(f"stopped by SIGTERM. {how_to_go_on(folder, verb, is_of_torchrun=is_of_torchrun)}")
     return STOPPED
@@ -68,10 +68,10 @@ def status_of(go: Callable[[], bool], folder: RunFolder, console: Console, verb:
     except BaseException as error:
         console.restore()
         leave_report(folder)
-        if (status := ended(error, folder, console, verb)) is not None:
+        if (status := end_by_signal(error, folder, console, verb)) is not None:
             return status
         raise
-    return stopped(folder, console, verb) if is_stopped else None
+    return end_by_stop(folder, console, verb) if is_stopped else None
 
 
 def status_under_torchrun(world: World, go: Callable[[], bool], folder: RunFolder, console: Console, verb: str) -> int:
@@ -79,11 +79,11 @@ def status_under_torchrun(world: World, go: Callable[[], bool], folder: RunFolde
     try:
         is_stopped = go()
     except (KeyboardInterrupt, SystemExit, Fault) as error:
-        if world.rank == 0 and (status := ended(error, folder, console, verb, is_of_torchrun=True)) is not None:
+        if world.rank == 0 and (status := end_by_signal(error, folder, console, verb, is_of_torchrun=True)) is not None:
             return status
         raise
     if is_stopped and world.rank == 0:
-        return stopped(folder, console, verb, is_of_torchrun=True)
+        return end_by_stop(folder, console, verb, is_of_torchrun=True)
     return STOPPED if is_stopped else 0
 
 

@@ -34,7 +34,7 @@ class TrainJob:
     """The words after superstep that resume the run."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts to write into the run directory, by name."""
-    lesson: SequenceLoss | None = None
+    sequence_loss: SequenceLoss | None = None
     """A loss of whole sequences; None for a loss of each target."""
     snapshots: Handles | None = None
     """The ranks' memories that outlive them, if any."""
@@ -52,7 +52,7 @@ class TrainJob:
     """Seconds of the run's earlier launches."""
 
 
-def asked_device(job: TrainJob | None) -> DeviceKind | None:
+def device_setting(job: TrainJob | None) -> DeviceKind | None:
     """The device of a run's settings."""
     return None if job is None else job.run.config.plan.device
 

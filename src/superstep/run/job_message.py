@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from superstep.comm.codec import Codec
-from superstep.launch.torchrun import StoredValue, stored_message
+from superstep.launch.torchrun import StoredValue, make_stored_message
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import parse_config, write_config
 from superstep.run.job import TrainJob
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import flops_per_token, operations, resolve_config
 from superstep.tune.config import DpoConfig
-from superstep.tune.dpo import Dpo, lesson_of
+from superstep.tune.dpo import Dpo, make_dpo
 
 
 class JobMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,8 @@ def _message_of(job: TrainJob) -> JobMessage:
     assert job.snapshots is None, "memories of a launcher of ours do not outlive the ranks of torchrun"
     assert job.recovered is None, "torchrun starts all ranks anew"
     assert job.requested is None, "ranks of torchrun do not change their number"
-    assert job.lesson is None or isinstance(job.lesson, Dpo), job.lesson
+    loss = job.sequence_loss
+    assert loss is None or isinstance(loss, Dpo), loss
     return JobMessage(
         config=write_config(job.run.config),
         ranks=job.run.plan.mesh.world,
@@ -50,7 +51,7 @@ def _message_of(job: TrainJob) -> JobMessage:
         was_complete=job.was_complete,
         verb=job.verb,
         files=dict(job.files),
-        dpo=None if job.lesson is None else DpoConfig(beta=job.lesson.beta, label_smoothing=job.lesson.label_smoothing),
+        dpo=None if loss is None else DpoConfig(beta=loss.beta, label_smoothing=loss.label_smoothing),
         began_at_s=job.began_at_s,
         earlier_s=job.earlier_s,
     )
@@ -70,11 +71,11 @@ def _job_of(message: JobMessage) -> TrainJob:
         flops_per_token=flops_per_token(run, done),
         verb=message.verb,
         files=message.files,
-        lesson=None if message.dpo is None else lesson_of(message.dpo),
+        sequence_loss=None if message.dpo is None else make_dpo(message.dpo),
         began_at_s=message.began_at_s,
         earlier_s=message.earlier_s,
     )
 
 
-JOB: StoredValue[TrainJob | None] = stored_message(Codec(JobMessage | None), _message_of, _job_of)
+JOB: StoredValue[TrainJob | None] = make_stored_message(Codec(JobMessage | None), _message_of, _job_of)
 """A job, or None for a complete run. ``decode`` raises ConfigError where its configuration cannot be resolved."""

@@ -12,7 +12,7 @@ from superstep.launch.ranks import World, launch_apart, launch_on
 from superstep.launch.torchrun import join, one_world
 from superstep.run.console import Console
 from superstep.run.exit_messages import status_of, status_under_torchrun
-from superstep.run.job import TrainJob, asked_device
+from superstep.run.job import TrainJob, device_setting
 from superstep.run.job_message import JOB
 from superstep.run.rank import rank
 from superstep.run.recover import Recovery, recovering
@@ -44,7 +44,7 @@ def join_torchrun(prepare: Callable[[int], AbstractContextManager[TrainJob | Non
         prepare: makes the job of a number of ranks; rank 0 alone calls it.
         console: shows the run.
     """
-    return int(join(prepare, one_world(partial(_rank_of_torchrun, console=console)), JOB, asked_device))
+    return int(join(prepare, one_world(partial(_rank_of_torchrun, console=console)), JOB, device_setting))
 
 
 def _rank_of_torchrun(world: World, job: TrainJob | None, console: Console) -> int:
@@ -69,8 +69,8 @@ def _train(job: TrainJob, worker: Worker, console: Console) -> bool:
     with suppress(OSError):  # of an earlier launch
         job.folder.fault.unlink()
     if state.snapshot_every is None:
-        return leaving_words(job.folder, lambda: launch_on(asked_device(job), world, worker, job, console))
-    kind = choose(asked_device(job), world)
+        return leaving_words(job.folder, lambda: launch_on(device_setting(job), world, worker, job, console))
+    kind = choose(device_setting(job), world)
     with rank_memories(world, job.folder.root, keep=state.keep) as kept:
         return recovering(
             lambda lost: leaving_words(

@@ -23,7 +23,7 @@ from superstep.train.weights.model import operations, resolve_config
 def require_fit(
     run: Resolved,
     device: Device,
-    seen: Sequence[UnitOperations] | None,
+    traced: Sequence[UnitOperations] | None,
     *,
     ranks: int = 1,
     limit_bytes: int | None = None,
@@ -33,14 +33,14 @@ def require_fit(
     Args:
         run: the resolved run.
         device: of its ranks.
-        seen: operations of its units; None if unknown, and then nothing is checked.
+        traced: operations of its units; None if unknown, and then nothing is checked.
         ranks: that share this host.
         limit_bytes: of one rank; None means the device's free memory, or its share of the host's.
 
     Raises:
         ConfigError: it does not fit; the line says what overflows, and what would fit.
     """
-    if seen is None:
+    if traced is None:
         return
     limit = device.free_bytes(ranks) if limit_bytes is None else limit_bytes
     if device.kind == "cpu":
@@ -48,7 +48,7 @@ def require_fit(
 
     def memory(config: RunConfig) -> tuple[RankBytes, ...]:
         other = run if config is run.config else resolve_config(config)
-        ranks = _memory(other, run, seen)
+        ranks = _memory(other, run, traced)
         return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
 
     excess = overflow(run.config, memory, limit)
@@ -56,37 +56,37 @@ def require_fit(
         raise ConfigError(_refusal(excess))
 
 
-def require_fit_here(run: Resolved, seen: Sequence[UnitOperations] | None, launcher: Launcher, ranks: int) -> None:
+def require_fit_here(run: Resolved, traced: Sequence[UnitOperations] | None, launcher: Launcher, ranks: int) -> None:
     """Check that the ranks of this host fit its memory; raises as ``require_fit``.
 
     Args:
         run: the resolved run.
-        seen: operations of its units; None if unknown.
+        traced: operations of its units; None if unknown.
         launcher: of the ranks.
         ranks: on this host, if the launcher does not say.
     """
     # torchrun gives the number of its ranks on this host, srun does not.
     if choose(run.config.plan.device, launcher.ranks_here(ranks)) == "cpu":
         # Only a GPU's own rank knows its free memory: reading it uses a part of it.
-        require_fit(run, Device("cpu"), seen, ranks=launcher.local_ranks or ranks)
+        require_fit(run, Device("cpu"), traced, ranks=launcher.local_ranks or ranks)
 
 
-def require_fit_on_emulated_gpus(run: Resolved, seen: Sequence[UnitOperations] | None, gpu_bytes: int) -> None:
+def require_fit_on_emulated_gpus(run: Resolved, traced: Sequence[UnitOperations] | None, gpu_bytes: int) -> None:
     """Check that the fullest rank of a run fits on an emulated GPU, which counts no memory of communicators.
 
     Args:
         run: the resolved run.
-        seen: as for ``require_fit``.
+        traced: as for ``require_fit``.
         gpu_bytes: memory of each GPU.
 
     Raises:
         ConfigError: it does not fit; the line says what overflows, and what would fit.
     """
-    if seen is None:
+    if traced is None:
         return
 
     def memory(config: RunConfig) -> tuple[RankBytes, ...]:
-        return _memory(run if config is run.config else resolve_config(config), run, seen)
+        return _memory(run if config is run.config else resolve_config(config), run, traced)
 
     excess = overflow(run.config, memory, gpu_bytes)
     if excess is not None:
@@ -109,29 +109,29 @@ def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
     return limit_bytes - taken
 
 
-def _memory(other: Resolved, run: Resolved, seen: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
+def _memory(other: Resolved, run: Resolved, traced: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
     """Memory of a run under another plan."""
     if run.decoder is not None:
         return memory_of(other)
     # Activations of a user's own units are traced again for another plan.
-    sizes = sizes_of(other, seen if other is run else operations(other))
+    sizes = sizes_of(other, traced if other is run else operations(other))
     return rank_bytes(other, compile_step(other.plan), sizes)
 
 
-def _refusal(found: MemoryOverflow, *others: str) -> str:
+def _refusal(excess: MemoryOverflow, *others: str) -> str:
     """The error.
 
     Args:
-        found: why the run does not fit.
+        excess: why the run does not fit.
         others: what would work besides changes of the plan.
     """
-    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in found.parts.items())
-    mends = [f"{mend.field} to {_literal(mend.value)} ({bytes_text(mend.bytes)})" for mend in found.mends]
+    parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in excess.parts.items())
+    mends = [f"{mend.field} to {_literal(mend.value)} ({bytes_text(mend.bytes)})" for mend in excess.mends]
     advice = f"set {' or '.join(mends)}" if mends else "no change of one field fits; use more ranks or a smaller model"
     advice = ", or ".join([advice, *others])
     return (
-        f"plan: pipeline rank {found.rank} needs {bytes_text(found.needed_bytes)} ({parts}), a rank has "
-        f"{bytes_text(found.limit_bytes)}, and its {found.category} do not fit; {advice}."
+        f"plan: pipeline rank {excess.rank} needs {bytes_text(excess.needed_bytes)} ({parts}), a rank has "
+        f"{bytes_text(excess.limit_bytes)}, and its {excess.category} do not fit; {advice}."
     )
 
 

@@ -45,8 +45,8 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
     machine = None if job.operations is None else measure_here(job.run, job.operations, world)
     peak = peak_of(job.run, world.device, machine)
     rate = PeakRate(flops_per_token=job.flops_per_token, peak_flops=peak)
-    trainer = CorpusTrainer(world, job.run, job.folder, job.corpus, rate, lesson=job.lesson)
-    position, resumed = _begun(trainer, world, job)
+    trainer = CorpusTrainer(world, job.run, job.folder, job.corpus, rate, sequence_loss=job.sequence_loss)
+    position, resumed = _restore_position(trainer, world, job)
     trainer.recall(position)
     predicted_step_s = None
     with ExitStack() as stack:
@@ -73,13 +73,13 @@ def _train(world: World, job: TrainJob, console: Console) -> bool:
     return position.step < job.run.config.train.steps
 
 
-def _begun(trainer: CorpusTrainer, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
+def _restore_position(trainer: CorpusTrainer, world: World, job: TrainJob) -> tuple[Position, Resumed | None]:
     """The position of training: at the start, after the newest checkpoint, or after a snapshot; and a resume event."""
     memory = None if job.snapshots is None else job.snapshots.of(world.rank)
     lost = job.recovered
     step = None if lost is None else lost.step
     # Snapshots have no frozen weights, and no reference of a loss.
-    is_all_there = job.run.config.lora is None and job.lesson is None
+    is_all_there = job.run.config.lora is None and job.sequence_loss is None
     start = None
     position = Position()
     if step is None or not is_all_there:

@@ -11,12 +11,12 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.job import TrainJob
 from superstep.run.launch_rules import OWN, Launcher
-from superstep.run.prepare_job import RunKind, prepared_job
+from superstep.run.prepare_job import RunKind, prepare_job
 from superstep.run.tokens import tokens_in
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig, check_recipe
-from superstep.tune.dpo import lesson_of
+from superstep.tune.dpo import make_dpo
 from superstep.tune.epochs import length_of
 from superstep.tune.initial_model import run_of
 from superstep.tune.prepare_conversations import Conversations, Kind
@@ -26,7 +26,7 @@ Make = Callable[[Conversations, Path, RunFolder], object]
 """Makes the token files of conversations in a folder, for a run."""
 
 
-def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Resolved:
+def resolve_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) -> Resolved:
     """The run of a recipe.
 
     Args:
@@ -41,10 +41,10 @@ def resolved_recipe(kind: Kind, config: TuneConfig, ranks: int | None = None) ->
     return resolve_config(run_of(config), ranks)
 
 
-def prepared_tune_job(
+def prepare_tune_job(
     run: Resolved, kind: Kind, config: TuneConfig, make: Make, console: Console, *, launcher: Launcher = OWN
 ) -> AbstractContextManager[TrainJob | None]:
-    """The job of a recipe's run; as ``prepared_job``.
+    """The job of a recipe's run; as ``prepare_job``.
 
     Args:
         run: of the recipe.
@@ -60,7 +60,7 @@ def prepared_tune_job(
         wanted = Conversations(run.config, config.sft, vocab_of(run), kind)
         return tokens_in(run, folder, checkpoint, lambda kept: make(wanted, kept, folder))
 
-    return prepared_job(
+    return prepare_job(
         run,
         tokens,
         console,
@@ -68,7 +68,7 @@ def prepared_tune_job(
         kind=RunKind(
             verb=f"tune {kind}",
             files={RECIPE: write(recipe)},
-            lesson=lesson_of(config.dpo) if kind == "dpo" else None,
+            sequence_loss=make_dpo(config.dpo) if kind == "dpo" else None,
             length=length_of(config.sft.epochs),
         ),
     )

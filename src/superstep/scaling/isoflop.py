@@ -14,7 +14,7 @@ import numpy as np
 from superstep.errors import ConfigError
 from superstep.hardware.units import Array
 from superstep.scaling.laws import PowerFrontier, PowerLaw
-from superstep.scaling.runs import PointColumns, TrainingRun, ended, table
+from superstep.scaling.runs import PointColumns, TrainingRun, keep_last_points, table
 
 BUDGETS_OF_ENVELOPE = 400
 """Points of the grid of FLOPs; Hoffmann takes 1,500 over 9 powers of ten."""
@@ -104,7 +104,7 @@ def fit_isoflop(runs: Sequence[TrainingRun]) -> PowerFrontier:
 
 def _budgets(runs: Sequence[TrainingRun]) -> Iterable[PointColumns]:
     """Final points of each budget with three sizes or more."""
-    ordered = sorted(ended(runs), key=lambda run: run.final.flops)
+    ordered = sorted(keep_last_points(runs), key=lambda run: run.final.flops)
     group: list[TrainingRun] = []
     for run in [*ordered, None]:
         if group and (run is None or run.final.flops > SAME_BUDGET * group[0].final.flops):

@@ -69,7 +69,7 @@ def table(runs: Iterable[TrainingRun]) -> PointColumns:
     return PointColumns(params=params, tokens=tokens, loss=loss, flops=flops)
 
 
-def ended(runs: Iterable[TrainingRun]) -> list[TrainingRun]:
+def keep_last_points(runs: Iterable[TrainingRun]) -> list[TrainingRun]:
     """The same runs with only their last points: with a decaying learning rate, earlier losses are too high."""
     return [TrainingRun(name=run.name, params=run.params, points=run.points[-1:]) for run in runs]
 

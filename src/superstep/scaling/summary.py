@@ -22,7 +22,7 @@ from superstep.errors import ConfigError
 from superstep.scaling.fit import HOFFMANN, KAPLAN, fit
 from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens
 from superstep.scaling.laws import FLOPS_PER_PARAMETER_AND_TOKEN, Hoffmann, Kaplan, PowerFrontier, PowerLaw
-from superstep.scaling.runs import TrainingRun, ended
+from superstep.scaling.runs import TrainingRun, keep_last_points
 
 LEVEL = 0.9
 """The share of resampled fits within an interval."""
@@ -89,7 +89,7 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
     """
     missing: dict[str, str] = {}
 
-    def made(name: str, fitted: Fitted[F]) -> Fit[F] | None:
+    def try_fit(name: str, fitted: Fitted[F]) -> Fit[F] | None:
         try:
             return bootstrap(runs, fitted, resamples=resamples, seed=seed)
         except ConfigError as error:
@@ -101,12 +101,12 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
         points=points,
         resamples=resamples,
         seed=seed,
-        hoffmann=made("hoffmann", lambda some, start: fit(HOFFMANN, take_points(some, points), start)),
-        kaplan=made("kaplan", lambda some, start: fit(KAPLAN, take_points(some, points), start)),
-        envelope=made("envelope", lambda some, _: fit_envelope(some)),
-        isoflop=made("isoflop", lambda some, _: fit_isoflop(some)),
-        size=made("size", lambda some, _: fit_size(some)),
-        tokens=made("tokens", lambda some, _: fit_tokens(some)),
+        hoffmann=try_fit("hoffmann", lambda some, start: fit(HOFFMANN, take_points(some, points), start)),
+        kaplan=try_fit("kaplan", lambda some, start: fit(KAPLAN, take_points(some, points), start)),
+        envelope=try_fit("envelope", lambda some, _: fit_envelope(some)),
+        isoflop=try_fit("isoflop", lambda some, _: fit_isoflop(some)),
+        size=try_fit("size", lambda some, _: fit_size(some)),
+        tokens=try_fit("tokens", lambda some, _: fit_tokens(some)),
         missing=missing,
     )
     if not (summary.hoffmann or summary.envelope or summary.isoflop):
@@ -116,7 +116,7 @@ def study(runs: Sequence[TrainingRun], *, points: Points = "final", resamples: i
 
 def take_points(runs: Sequence[TrainingRun], points: Points) -> Sequence[TrainingRun]:
     """The runs with the points for the laws of the loss."""
-    return runs if points == "all" else ended(runs)
+    return runs if points == "all" else keep_last_points(runs)
 
 
 def bootstrap(runs: Sequence[TrainingRun], fitted: Fitted[F], *, resamples: int, seed: int) -> Fit[F]:

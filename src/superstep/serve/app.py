@@ -16,7 +16,7 @@ from superstep.serve.api.admin import admin_routes
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.api.app_state import AppState
 from superstep.serve.api.backend import Backend
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.api.generate_endpoint import generate
 from superstep.serve.api.limits import Limits
 from superstep.serve.api.metrics import ServeMetrics
@@ -78,6 +78,6 @@ def make_app(
         routes,
         service,
         entrance=entrance,
-        errors=ErrorResponses(refuse=refuse, convert=refused_by_backend),
+        errors=ErrorResponses(refuse=refuse, convert=make_backend_refusal),
         limits=limits,
     )

@@ -122,13 +122,13 @@ def open_both(
     setting = _setting(rank, serve)
     if watch is None and serve.replay is not None:
         watch = partial(LogFile, serve.replay)
-    seen_by = None if watch is None else watch(setting)
+    observer = None if watch is None else watch(setting)
     pages = Pages(rank.pages, serve.page_tokens)
     guesser: Drafter | None = NgramDrafter() if serve.speculate == NGRAM else None
     if rank.small is not None:
-        guesser = DraftModel(model.guessed, vocab=info.vocab, page_tokens=serve.page_tokens)
+        guesser = DraftModel(model.guess_logits, vocab=info.vocab, page_tokens=serve.page_tokens)
     speculation = Speculation(guesser, serve.draft_tokens)
-    engine = InferenceEngine(model, info, pages, setting.budget, matchers, speculation, seen_by)
+    engine = InferenceEngine(model, info, pages, setting.budget, matchers, speculation, observer)
     for name, place in serve.adapters:
         engine.adapters.load(name, place)
     return engine, EngineController(engine, model)

@@ -335,7 +335,7 @@ class InferenceEngine:
         """The draw of a request's next token; None if a grammar became too costly."""
         matcher = self._matcher.get(live.id)
         try:
-            allowed = None if matcher is None else matcher.allowed()
+            allowed = None if matcher is None else matcher.compute_mask()
         except ConfigError:
             return None
         return Draw(live.request.sampling, SamplingContext(live.request.prompt, live.drawn, allowed), live.known)
@@ -361,10 +361,10 @@ class InferenceEngine:
         """Outputs of the prompt's tokens that follow the chunk's positions."""
         if not live.request.sampling.prompt_logprobs or live.drawn:
             return ()
-        places = range(max(chunk.first, live.prompt_told - 1), min(chunk.end, live.known - 1))
+        places = range(max(chunk.first, live.prompt_reported - 1), min(chunk.end, live.known - 1))
         if not places:
             return ()
-        live.prompt_told = places.stop + 1  # earlier ones are not reported again after a preemption
+        live.prompt_reported = places.stop + 1  # earlier ones are not reported again after a preemption
         rows = [outputs[wanted[place - chunk.first]] for place in places]
         version = live.adapter.version_with(self.info.version)
         tokens = [live.tokens[place + 1] for place in places]

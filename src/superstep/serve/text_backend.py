@@ -166,7 +166,7 @@ class AnswerForm:
         """Whether the answer must end here."""
         return self._core.is_done
 
-    def allowed(self) -> torch.Tensor:
+    def compute_mask(self) -> torch.Tensor:
         """The mask of allowed next tokens: bool [V]."""
         bits = np.unpackbits(self._core.mask().view(np.uint8), bitorder="little")
         return torch.from_numpy(bits[: self._vocab].astype(np.bool_))

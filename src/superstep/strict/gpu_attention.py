@@ -116,8 +116,8 @@ def flash_mask(q: Tensor, k: Tensor, *, is_causal: bool) -> dict[str, Any]:
     queries, keys = q.shape[2], k.shape[2]
     if not is_causal or queries == keys:
         return {"bias": None, "is_causal": is_causal}
-    is_seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    return {"bias": torch.zeros(1, 1, queries, keys).masked_fill_(~is_seen, -torch.inf), "is_causal": False}
+    is_visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return {"bias": torch.zeros(1, 1, queries, keys).masked_fill_(~is_visible, -torch.inf), "is_causal": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Mask:
     dropout: float = 0.0
     seed: int = 0
 
-    def kept(self, q: Tensor, k: Tensor) -> Tensor:
+    def make_dropout(self, q: Tensor, k: Tensor) -> Tensor:
         """Dropout's factor of each weight [B, H, S, T]."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (*q.shape[:-1], k.shape[-2])
@@ -165,7 +165,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]
         return results
     scores = mask.scores(*wide[:2])
     lse = scores.logsumexp(-1)
-    return ((scores - lse[..., None]).exp().nan_to_num(0.0) * mask.kept(*wide[:2])) @ wide[2], lse
+    return ((scores - lse[..., None]).exp().nan_to_num(0.0) * mask.make_dropout(*wide[:2])) @ wide[2], lse
 
 
 def attend_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the operator
@@ -183,7 +183,7 @@ def attend_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the
 def attend_whole_back(grad, q, k, v, out, lse, mask):  # noqa: ANN001, ANN201 - as the operator
     """The same in fp32 by whole scores, with their gradient, which is also that of a bias."""
     weights = (mask.scores(q, k) - lse[..., None]).exp().nan_to_num(0.0)
-    kept = mask.kept(q, k)
+    kept = mask.make_dropout(q, k)
     of_scores = weights * (grad @ v.mT * kept - (grad * out).sum(-1, keepdim=True))
     scale = mask.scale_of(q)
     return of_scores @ k * scale, of_scores.mT @ q * scale, (weights * kept).mT @ grad, of_scores

@@ -47,7 +47,7 @@ def require_wide_addmm(total: Tensor, left: Tensor, right: Tensor, out: Tensor) 
     require(total.dtype in (out.dtype, left.dtype), why)
 
 
-def added_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
+def add_into(total, left, right, out_dtype, *, beta=1, alpha=1, out):  # noqa: ANN001, ANN201
     """``addmm`` and ``baddbmm`` with a wider result than their factors, as cuBLAS alone supports."""
     require(out.dtype == out_dtype, f"out_dtype {out_dtype} must be that of the out tensor, which is {out.dtype}")
     return out.copy_(beta * total.to(out_dtype) + alpha * (left.to(out_dtype) @ right.to(out_dtype)))
@@ -86,8 +86,8 @@ def native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Ten
 
 OF_CPU = gpu_attention.OF_CPU | {
     "_fused_rms_norm_backward": rms_norm_back,
-    "addmm.dtype_out": added_into,
-    "baddbmm.dtype_out": added_into,
+    "addmm.dtype_out": add_into,
+    "baddbmm.dtype_out": add_into,
     "mm.dtype_out": product_into,
     "bmm.dtype_out": product_into,
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 Bias = Tensor | None
 
 
-def biased(gates: Tensor, bias: Bias) -> Tensor:
+def add_bias(gates: Tensor, bias: Bias) -> Tensor:
     """Gates with an optional bias."""
     return gates if bias is None else gates + bias
 
@@ -27,7 +27,7 @@ def lstm_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``_thnn_fused_lstm_cell``: the hidden state, the cell's, and the gates for the backward pass."""
-    i, f, g, o = (biased(of_input, input_bias) + biased(of_hidden, hidden_bias)).chunk(4, 1)
+    i, f, g, o = (add_bias(of_input, input_bias) + add_bias(of_hidden, hidden_bias)).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy_BH = f * cx_BH + i * g
     return o * cy_BH.tanh(), cy_BH, torch.cat((i, f, g, o), 1)
@@ -55,8 +55,8 @@ def gru_cell(
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``_thnn_fused_gru_cell``: the hidden state, and the workspace for the backward pass."""
-    ir, ii, inew = biased(of_input, input_bias).chunk(3, 1)
-    hr, hi, hn = biased(of_hidden, hidden_bias).chunk(3, 1)
+    ir, ii, inew = add_bias(of_input, input_bias).chunk(3, 1)
+    hr, hi, hn = add_bias(of_hidden, hidden_bias).chunk(3, 1)
     r, z = (ir + hr).sigmoid(), (ii + hi).sigmoid()
     n = (inew + r * hn).tanh()
     return n + z * (hx_BH - n), torch.cat((r, z, n, hx_BH, hn), 1)

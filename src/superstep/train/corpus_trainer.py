@@ -39,7 +39,7 @@ class CorpusTrainer(Trainer):
         corpus: the folder of token files, prepared.
         rate: operations and peak for MFU, if known.
         through: transforms the training batches before they are prefetched.
-        lesson: a loss of whole sequences; None for a loss of each target.
+        sequence_loss: a loss of whole sequences; None for a loss of each target.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class CorpusTrainer(Trainer):
         rate: PeakRate,
         *,
         through: Callable[[BatchSource], BatchSource] = lambda stream: stream,
-        lesson: SequenceLoss | None = None,
+        sequence_loss: SequenceLoss | None = None,
     ) -> None:
         self.meter = ThroughputMeter(world.device, rate, world.size)
         self._corpus = open_corpus(corpus)
-        if (self._corpus.manifest.kind == "pairs") != (lesson is not None):
+        if (self._corpus.manifest.kind == "pairs") != (sequence_loss is not None):
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
             raise StateError(f"the tokens in {corpus} are those of superstep {verb}; resume the run with that command.")
         # Before the first step, as it may fail.
@@ -63,7 +63,7 @@ class CorpusTrainer(Trainer):
         engine, identity = open_engine(world, run), identity_of(run, corpus)
         super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
         self.bytes_per_token = self._corpus.manifest.bytes_per_token
-        self._lesson = lesson
+        self._sequence_loss = sequence_loss
         self._train = through(self._stream("train"))
         self._validation = self._stream("validation")
         mine = self._engine.step_program.ranks[self._mesh.at.pp]
@@ -71,7 +71,7 @@ class CorpusTrainer(Trainer):
 
     def _stream(self, split: SplitName) -> Epochs:
         stream = stream_of(self.run.config, self._corpus, split)
-        return stream if self._lesson is None else self._lesson.stream(stream, self._corpus.folder, split)
+        return stream if self._sequence_loss is None else self._sequence_loss.stream(stream, self._corpus.folder, split)
 
     @property
     def transport(self) -> str:
@@ -95,13 +95,13 @@ class CorpusTrainer(Trainer):
         """
         named = self.run.config.model.weights
         self.begin(None if named is None else Path(named))
-        if self._lesson is not None:
-            self._lesson.remember(self)
+        if self._sequence_loss is not None:
+            self._sequence_loss.remember(self)
         return Position()
 
     def load(self, checkpoint: Path) -> Position:
         """Resume from a checkpoint; adapters also need their base weights."""
-        if self._lesson is not None and not self._lesson.is_remembered(self):
+        if self._sequence_loss is not None and not self._sequence_loss.is_remembered(self):
             self.start()
         return super().load(checkpoint)
 
@@ -117,8 +117,8 @@ class CorpusTrainer(Trainer):
         """One training step, the ``step``-th. With ``sample``, the cursor of its batch, its gradient may be checked
         against other ranks'.
         """
-        if self._lesson is not None:
-            batch, weighed = weigh(self._lesson, self, batch)
+        if self._sequence_loss is not None:
+            batch, weighed = weigh(self._sequence_loss, self, batch)
             return self.take_step(batch, lr, step=step, weighed=weighed)
         rows_of = None if sample is None else partial(self._rows_of, sample)
         return self.take_step(batch, lr, step=step, rows_of=rows_of)
@@ -136,7 +136,7 @@ class CorpusTrainer(Trainer):
     def has_routers(self) -> bool:
         return self._engine.routers is not None
 
-    def routed(self) -> RoutingResult:
+    def gather_routing(self) -> RoutingResult:
         """Statistics of all ranks' routers since the last call. Every rank calls this together."""
         assert self._engine.routers is not None
         return self._engine.routers.take()
@@ -148,8 +148,8 @@ class CorpusTrainer(Trainer):
         total, tokens = 0.0, 0.0
         for number in range(count):
             batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
-            if self._lesson is not None:
-                loss = self._lesson.weigh(batch, self.logprobs(batch)).loss
+            if self._sequence_loss is not None:
+                loss = self._sequence_loss.weigh(batch, self.logprobs(batch)).loss
                 valid = batch.divisor or batch.valid_tokens
             else:
                 loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))

@@ -36,14 +36,14 @@ class FinishedStep:
     Attributes:
         event: its loss, norm and rate.
         position: of training after it.
-        is_stop_asked: whether the run stops here.
+        is_stop_requested: whether the run stops here.
         is_copy_refused: whether to save now, in place of a damaged snapshot.
         measures: details of the loss.
     """
 
     event: StepDone
     position: Position
-    is_stop_asked: bool = False
+    is_stop_requested: bool = False
     is_copy_refused: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ def train(trainer: CorpusTrainer, position: Position, sink: Sink) -> Position:
     last = config.train.steps
     for done in steps(trainer, position, report=sink.write):
         position = done.position
-        is_stopped = done.is_stop_asked and position.step < last
+        is_stopped = done.is_stop_requested and position.step < last
         is_saved = is_stopped or done.is_copy_refused or trainer.is_saved(position.step)
         sink.write(done.event)
         if done.measures:
@@ -125,7 +125,7 @@ def steps(
 def _check(trainer: CorpusTrainer, done: FinishedStep, report: Callable[[Event], None]) -> SkippedStep | None:
     """Check the state after a step; None if it is correct."""
     step, event = done.position.step, done.event
-    is_saved = done.is_stop_asked or done.is_copy_refused or trainer.is_saved(step)
+    is_saved = done.is_stop_requested or done.is_copy_refused or trainer.is_saved(step)
     return check_state(trainer, step, report, is_saved=is_saved, loss=event.loss, grad_norm=event.grad_norm)
 
 
@@ -149,7 +149,7 @@ def _stretch(
             trainer.look_at_folder()
             result = trainer.step(batch, lr, step=position.step + 1, sample=cursor)
             if result.refused:
-                yield trainer.policy.skipped(result, position.step + 1)
+                yield trainer.policy.make_skipped(result, position.step + 1)
                 return
             cursor += size
             position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)
@@ -172,12 +172,12 @@ def _stretch(
                 elapsed_s=trainer.meter.elapsed_s(),
                 tokens_seen=position.tokens,
             )
-            yield FinishedStep(event, position, result.is_stop_asked, result.is_copy_refused, result.measures)
+            yield FinishedStep(event, position, result.is_stop_requested, result.is_copy_refused, result.measures)
 
 
 def routers(trainer: CorpusTrainer, position: Position) -> RouterStats:
     """Router statistics since the last report."""
-    routed = trainer.routed()
+    routed = trainer.gather_routing()
     return RouterStats(
         step=position.step,
         steps=routed.steps,

@@ -118,7 +118,7 @@ def check_state(
     integrity = trainer.policy.integrity
     if not integrity.is_due(step, is_saved=is_saved):
         return None
-    if (earlier := integrity.resolved(step)) is not None:
+    if (earlier := integrity.decide(step)) is not None:
         tell(trainer, earlier, "replay", step, report)
     prints, wrong = integrity.check(step)
     if wrong is not None:

@@ -52,7 +52,7 @@ def report_flushed(
     """
     if flushed.is_on_disk:
         trainer.saves.note_saved(flushed.step)
-        if (path := trainer.flushed_to(flushed.step)) is None:
+        if (path := trainer.find_flushed(flushed.step)) is None:
             report(Warned(step=flushed.step, text="its checkpoint was written, but has disappeared."))
         else:
             report(Saved(step=flushed.step, path=str(path), seconds=flushed.seconds, bytes=flushed.bytes))

@@ -50,7 +50,7 @@ class PairBatch(Batch):
     pairs: int = 0
 
 
-def lesson_of(config: DpoConfig) -> Dpo:
+def make_dpo(config: DpoConfig) -> Dpo:
     """The loss of a recipe."""
     return Dpo(beta=config.beta, label_smoothing=config.label_smoothing)
 

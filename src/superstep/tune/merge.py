@@ -111,12 +111,12 @@ def _files(base: Path) -> list[str]:
 
 def _write(source: Path, target: Path, adapter: Adapter) -> None:
     with safe_open(source, framework="pt", device="cpu") as file:
-        tensors = {name: _merged(name, file.get_tensor(name), adapter) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: _merge(name, file.get_tensor(name), adapter) for name in file.keys()}  # noqa: SIM118
         save_file(tensors, target, file.metadata() or {"format": "pt"})
 
 
 @torch.no_grad()
-def _merged(name: str, weight: Tensor, adapter: Adapter) -> Tensor:
+def _merge(name: str, weight: Tensor, adapter: Adapter) -> Tensor:
     part = adapter.parts.get(name.removesuffix(".weight"))
     if part is None or not name.endswith(".weight"):
         return weight

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from superstep.engine.layers.fused import fused_layers
+from superstep.engine.layers.fused import list_fused_layers
 from superstep.engine.layers.implementation import install
 from superstep.model.decoder import Block
 from superstep.model.rope import Rope
@@ -27,7 +27,7 @@ def passed(dtype, device, *, by_triton, positions=None):
     x, grad = torch.randn(2, 2, 6, shape.width)
     block, x, grad = block.to(device, dtype), x.to(device, dtype).requires_grad_(), grad.to(device, dtype)
     if by_triton:
-        chosen = [row.name for choice in install(block, fused_layers("triton")) for row in choice.chosen]
+        chosen = [row.name for choice in install(block, list_fused_layers("triton")) for row in choice.chosen]
         assert sorted(chosen) == ["gate in Triton", "norm in Triton", "norm in Triton", "rotary embedding in Triton"]
     y = block(x, positions=positions)
     y.backward(grad)

@@ -53,7 +53,7 @@ class ProveOptions(RunConfig):
     """The fewest log-probabilities of it to compare, over all ways; none uses the number in `steps` batches."""
 
 
-def emulated_gpus(options: ProveOptions) -> tuple[int, int]:
+def parse_emulated_gpus(options: ProveOptions) -> tuple[int, int]:
     """The number of GPUs of ``--device``, by default one for each rank, and the bytes of each.
 
     Raises:
@@ -99,7 +99,7 @@ def require_gpus(options: ProveOptions, plan: PlanConfig) -> None:
     Raises:
         ConfigError: it has fewer.
     """
-    (count, _), ranks = emulated_gpus(options), ranks_of(plan)
+    (count, _), ranks = parse_emulated_gpus(options), ranks_of(plan)
     if count < ranks:
         axes = " x ".join(f"{axis} {getattr(plan, axis)}" for axis in AXES if (getattr(plan, axis) or 1) > 1)
         mend = str(options.device).replace(str(count), str(ranks), 1)
@@ -110,7 +110,7 @@ def require_gpus(options: ProveOptions, plan: PlanConfig) -> None:
 
 
 def _on_gpus(options: ProveOptions) -> DeviceKind:
-    emulated_gpus(options)
+    parse_emulated_gpus(options)
     if options.plan.device == "cpu":
         raise ConfigError("plan.device = 'cpu' and --device exclude each other; leave plan.device out.")
     if options.faults or options.serve or options.exact or options.all or options.world:

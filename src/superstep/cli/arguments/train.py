@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.cli.arguments.hosts import HostsOptions, hosts_of, web_port_of
-from superstep.cli.flags.options import COMMON, DEMO, named_in, read_flags, read_run, sections_of, settle
+from superstep.cli.flags.options import COMMON, DEMO, list_named_fields, read_flags, read_run, sections_of, settle
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
@@ -39,7 +39,7 @@ class TrainArgs:
         """Whether ``plan.dp`` was chosen automatically or by the demo."""
         if self.yields_to is None or self.config.plan.dp is None:
             return self.config.plan.dp is None
-        return "plan.dp" not in named_in(self.yields_to) and self.config.state.existing != "resume"
+        return "plan.dp" not in list_named_fields(self.yields_to) and self.config.state.existing != "resume"
 
     def resolved(self, resolve: Callable[[RunConfig], Resolved]) -> Resolved:
         """The resolved run; settings that the user did not name yield to those that he did. Raises as

@@ -40,7 +40,7 @@ def begin(verb: str, argv: Sequence[str]) -> None:
         options, yields_to = prove.read(argv)
         check_prove(options, yields_to)
         if options.device is not None:
-            count, device_bytes = prove.emulated_gpus(options)
+            count, device_bytes = prove.parse_emulated_gpus(options)
             load(Settings(devices=count, device_bytes=device_bytes, raises=False))
             fork_server.begin("superstep.cli.prove.prove", is_unused=True)
         elif (options.world or ranks_of(options.plan)) > 1:
@@ -53,9 +53,9 @@ def begin(verb: str, argv: Sequence[str]) -> None:
 def _check_recipe(argv: Sequence[str]) -> PlanConfig:
     """The layout of a recipe, after its checks."""
     if argv[:1] == [tune.REWARDS]:
-        asked = tune.read_rewards(argv[1:])
-        check_rewards(asked.recipe, asked.hosts)
-        return asked.recipe.plan
+        args = tune.read_rewards(argv[1:])
+        check_rewards(args.recipe, args.hosts)
+        return args.recipe.plan
     kind, config = tune.read_kind(argv)
     check_tune(kind, config)
     return config.plan

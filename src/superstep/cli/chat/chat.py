@@ -68,7 +68,7 @@ class ChatHistory:
 
     def __init__(self, talker: ChatPartner, system: str | None, *, prompt: str) -> None:
         self._talker, self._system, self._prompt = talker, system, prompt
-        self._said: list[dict[str, str]] = []
+        self._history: list[dict[str, str]] = []
 
     def run(self) -> int:
         """The exit status: 0, or that of a mistake if the input is no terminal."""
@@ -98,11 +98,11 @@ class ChatHistory:
         word, _, rest = line.partition(" ")
         match word:
             case "/reset":
-                self._said.clear()
+                self._history.clear()
                 _note("A new conversation.")
             case "/system":
                 self._system = rest.strip() or None
-                self._said.clear()
+                self._history.clear()
                 _note("A new conversation with this system prompt." if self._system else "A new conversation.")
             case "/help":
                 _note(HELP)
@@ -113,7 +113,7 @@ class ChatHistory:
         before = [] if self._system is None else [{"role": "system", "content": self._system}]
         message = {"role": "user", "content": text}
         pieces: list[str] = []
-        answer = self._talker.answer([*before, *self._said, message])
+        answer = self._talker.answer([*before, *self._history, message])
         try:
             with closing(cast("Generated", answer)):
                 for piece in answer:
@@ -127,7 +127,7 @@ class ChatHistory:
             if pieces:
                 print(flush=True)
         # A stopped answer was read up to there, and stays in the conversation.
-        self._said += [message, {"role": "assistant", "content": "".join(pieces)}]
+        self._history += [message, {"role": "assistant", "content": "".join(pieces)}]
 
 
 class Generated(Protocol):

@@ -75,7 +75,7 @@ class LocalModel:
         self._number += 1
         self._engine.add(Request(id=self._number, prompt=prompt, sampling=sampling))
         try:
-            with _asked_to_stop() as stops:
+            with _catch_interrupts() as stops:
                 yield from self._pieces(self._words.reader(self._words.chat_stops), stops)
         finally:
             self._engine.abort(self._number)
@@ -95,7 +95,7 @@ class LocalModel:
 
 
 @contextmanager
-def _asked_to_stop() -> Iterator[list[int]]:
+def _catch_interrupts() -> Iterator[list[int]]:
     """A list that Ctrl-C adds to, so that it does not interrupt a step of the engine; a second one ends the program."""
     stops: list[int] = []
 

@@ -60,7 +60,7 @@ class RemoteModel:
             UserError: the server refuses, or disconnects.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._fields}
-        with closing(self._connected()) as connection:
+        with closing(self._connect()) as connection:
             response = self._send_request(connection, "POST", "/v1/chat/completions", json.dumps(body))
             if (warned := WARNING.fullmatch(response.headers.get("Warning", ""))) is not None:
                 self._note(warned[1])
@@ -84,7 +84,7 @@ class RemoteModel:
         raise UserError(f"{self._url} ended an answer before it was complete; ask again.")
 
     def _first(self) -> str:
-        with closing(self._connected()) as connection:
+        with closing(self._connect()) as connection:
             response = self._send_request(connection, "GET", "/v1/models", None)
             try:
                 return str(json.loads(response.read())["data"][0]["id"])
@@ -93,7 +93,7 @@ class RemoteModel:
                     f"{self._url} is no server of OpenAI's interface: its /v1/models lists no model; name another URL."
                 ) from error
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         return kind(self._parts.hostname or "", self._parts.port, timeout=PATIENCE_S)
 

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     examined_run = examine(folder)
     if examined_run is None:
         if options.json:
-            nothing = Diagnosis(findings=(), waits=(), spent={}, stands=False, step_s=0.0)
+            nothing = Diagnosis(findings=(), waits=(), spent={}, is_still=False, step_s=0.0)
             print(json.dumps(as_json(folder, over(folder), nothing), indent=1))
             return 0
         print(f"{folder.root}: the run ended normally, so there is nothing to diagnose.")
@@ -119,7 +119,7 @@ def look(run: LiveRun) -> tuple[RunObservation, Diagnosis]:
             continue
         observed = run.observe()
         verdict = diagnose(observed)
-        if verdict.findings or not verdict.stands or looked_s >= MOST_S:
+        if verdict.findings or not verdict.is_still or looked_s >= MOST_S:
             break
     observed = run.with_stacks(observed)
     return observed, diagnose(observed)  # again: stacks show whose code a rank is in
@@ -135,7 +135,7 @@ def as_json(folder: RunFolder, run: RunObservation, verdict: Diagnosis) -> dict[
         "fault": run.fault,
         "host": run.host,
         "is_healthy": not verdict.findings,
-        "stands": verdict.stands,
+        "stands": verdict.is_still,
         "step_s": verdict.step_s,
         "findings": [asdict(each) for each in verdict.findings],
         "waits": [asdict(each) for each in verdict.waits],

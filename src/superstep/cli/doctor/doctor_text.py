@@ -43,7 +43,7 @@ def _head(name: str, run: RunObservation, verdict: Diagnosis, width: int) -> Ite
     step = max((rank.step for rank in run.ranks), default=0)
     pace = f", {seconds_text(verdict.step_s)} a step" if verdict.step_s else ""
     when = f"in step {step}{pace}" if run.is_live else f"when it failed in step {step}{pace}"
-    going = ", no progress" if verdict.stands and run.is_live else ""
+    going = ", no progress" if verdict.is_still and run.is_live else ""
     yield f"{name}: {len(run.ranks)} rank{'s' if len(run.ranks) > 1 else ''} on {run.host}, {when}{going}"
     if not verdict.findings:
         yield "no problem was detected"

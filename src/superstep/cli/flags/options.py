@@ -98,7 +98,7 @@ def settle(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig]
     Raises:
         ConfigError: the flags' settings cannot work; the message names no yielding field without a flag.
     """
-    named = named_in(argv)
+    named = list_named_fields(argv)
     free = [name for name in YIELDING if name not in named and _plan_field(config.plan, name) is not None]
     for count in range(len(free)):
         for names in combinations(free, count):
@@ -109,7 +109,7 @@ def settle(config: RunConfig, argv: Sequence[str], resolve: Callable[[RunConfig]
     return resolve(_automatic(config, free))
 
 
-def named_in(argv: Sequence[str]) -> set[str]:
+def list_named_fields(argv: Sequence[str]) -> set[str]:
     """The fields that flags name."""
     return {flag.replace("-", "_") for flag, _ in _groups(argv)}
 

@@ -35,7 +35,7 @@ def _serve(path: Path, options: GradeServeOptions) -> int:
     metrics, console = GradeMetrics(), Printer()
     with open_port(options.host, options.port, names=options.allowed_hosts, grace_s=options.grace_s) as port:
         load_environment(path).task(0, 0)  # raises at once if the file has no task
-        with Pool(path, options.grade, retried=metrics.retried) as pool:
+        with Pool(path, options.grade, retried=metrics.count_retry) as pool:
             sandbox = "in bubblewrap" if pool.config.sandbox == "bubblewrap" else "WITHOUT A SANDBOX, as this user"
             memory = f"their memory is bounded {BOUNDS[pool.memory_bound]}"
             console.say(

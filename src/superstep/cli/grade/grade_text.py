@@ -33,8 +33,8 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
     for weakness in weaknesses[:MOST]:
         yield f"WEAK  {_describe_weakness(weakness, report.tasks)}"
         yield f"      task {weakness.index}, answered {weakness.answer}"
-        if weakness.told.why:
-            yield f"      {weakness.told.why}"
+        if weakness.verdict.why:
+            yield f"      {weakness.verdict.why}"
     if weaknesses[MOST:]:
         yield f"      ... and {len(weaknesses) - MOST} more"
     if not report.has_solutions:
@@ -51,7 +51,7 @@ def report_lines(path: Path, report: AttackReport) -> Iterator[str]:
 
 
 def _describe_weakness(weakness: Weakness, tasks: int) -> str:
-    meant = MEANT[weakness.flaw].format(score=weakness.told.score)
+    meant = MEANT[weakness.flaw].format(score=weakness.verdict.score)
     where = f", on {weakness.tasks} of {tasks} tasks" if weakness.tasks > 1 else ""
     return f"{weakness.attack}: {meant}{where}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from superstep.cli.plan.plan_text import calibration_text, measured_text, published_text
+from superstep.cli.plan.plan_text import calibration_text, write_measured, write_published
 from superstep.cost.closed.efficiency import generation
 from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
@@ -13,7 +13,7 @@ from superstep.hardware.cluster_file import read_cluster
 from superstep.observe.trace import load_trace
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.planner.calibration.calibrate import Calibration, calibrated
+from superstep.planner.calibration.calibrate import Calibration, calibrate
 from superstep.planner.calibration.calibrate_observation import STRANGE, Guide
 from superstep.planner.calibration.published_row import after_published, is_published, step_slopes
 from superstep.program.text import read_program
@@ -30,10 +30,10 @@ def calibrate_on(path: Path, cluster: Cluster, known: Guide) -> tuple[Guide, str
     if is_published(path):
         after, ratio = after_published(path, cluster, known)
         is_strange = abs(math.log(ratio)) > STRANGE
-        return known if is_strange else after, published_text(str(path), known, after, ratio, is_used=not is_strange)
+        return known if is_strange else after, write_published(str(path), known, after, ratio, is_used=not is_strange)
     if path.suffix == ".toml":
         after = _after_machine(path, cluster, known)
-        return after, measured_text(str(path), known, after)
+        return after, write_measured(str(path), known, after)
     run, calibration = calibration_of(path, cluster, known)
     text = calibration_text(calibration, str(path))
     if not calibration.is_believed:
@@ -66,7 +66,7 @@ def calibration_of(root: Path, cluster: Cluster, known: Guide) -> tuple[Resolved
             "another run."
         )
     run, program = resolve(config), read_program(folder.program.read_text(encoding="utf-8"))
-    return run, calibrated(run, load_trace(folder.trace, program).timeline, cluster, known.efficiency)
+    return run, calibrate(run, load_trace(folder.trace, program).timeline, cluster, known.efficiency)
 
 
 def _after_machine(path: Path, cluster: Cluster, known: Guide) -> Guide:

@@ -20,9 +20,9 @@ from superstep.cli.plan.plan_text import (
     fallback_text,
     header,
     jitter_text,
-    narrowed_text,
     record,
     table,
+    write_narrowed,
 )
 from superstep.cli.plan.survival_text import survival_record, survival_text
 from superstep.cost.program.time.stragglers import Jitter
@@ -31,7 +31,7 @@ from superstep.plan.config_io import write_config
 from superstep.planner.calibration.calibrate_observation import guide
 from superstep.planner.ranking.plan_request import PlanRequest, check_request, problems
 from superstep.planner.ranking.rank_layouts import PlanRanking, first_plans, refine
-from superstep.planner.simulate_best import straggled
+from superstep.planner.simulate_best import simulate_stragglers
 
 DESCRIPTION = (
     "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     if [each.run.plan for each in ranked.plans] != [each.run.plan for each in first.plans]:
         _say(f"Refined:\n{table(ranked.plans, ranked.figures)}")
     if options.calibrate:
-        _say(narrowed_text(first.narrowing(ranked.plans[0])))
+        _say(write_narrowed(first.narrowing(ranked.plans[0])))
     if ranked.neighbours:
         _say(alternatives_text(ranked.neighbours))
     _say(survival_text(ranked.survival, formats[0].cluster.chip.name))
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
         _say(explanation(ranked.plans[0]))
     if options.jitter is not None or options.slow_share:
         jitter = Jitter(spread=options.jitter or 0.0, slow_share=options.slow_share)
-        _say(jitter_text(straggled(ranked.plans[0], jitter), jitter))
+        _say(jitter_text(simulate_stragglers(ranked.plans[0], jitter), jitter))
     if options.fallback:
         _say(fallback_text(ranked.fallbacks))
     _write(ranked, options)

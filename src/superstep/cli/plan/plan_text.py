@@ -14,7 +14,7 @@ from superstep.cost.program.time.stragglers import Jitter, StragglerResult
 from superstep.observe.number_format import bytes_text, count_text, seconds_text
 from superstep.planner.calibration.calibrate import Calibration
 from superstep.planner.calibration.calibrate_observation import Guide
-from superstep.planner.plan_summary import Figures, carried_by, limits, scale_interval, shares
+from superstep.planner.plan_summary import Figures, limits, list_carried_bytes, scale_interval, shares
 from superstep.planner.search import SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour
@@ -69,7 +69,7 @@ def table(plans: Sequence[SimulatedPlan], figures: Sequence[Figures]) -> str:
 
 def snapshot_line(plan: SimulatedPlan) -> str:
     """The hosts' memory for snapshots."""
-    cluster, of_rank = plan.found.side.problem.cluster, slots_bytes(plan.run)
+    cluster, of_rank = plan.priced.side.problem.cluster, slots_bytes(plan.run)
     node = min(cluster.domain, cluster.chips)
     return (
         f"Snapshots of plan 1 (state.snapshot_every): up to {bytes_text(of_rank)} of the host's memory for each "
@@ -151,7 +151,7 @@ def calibration_text(calibration: Calibration, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is_used: bool) -> str:
+def write_published(source: str, before: Guide, after: Guide, ratio: float, *, is_used: bool) -> str:
     """The effect of a published step, and its prediction error."""
     off = f"{abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'shorter'}"
     if not is_used:
@@ -159,7 +159,7 @@ def published_text(source: str, before: Guide, after: Guide, ratio: float, *, is
     return f"Calibrated on {source}: its step was predicted {off} than it was\n{_moves_text(before, after)}"
 
 
-def measured_text(source: str, before: Guide, after: Guide) -> str:
+def write_measured(source: str, before: Guide, after: Guide) -> str:
     """The effect of a measured machine."""
     return f"Calibrated on {source}, a measured machine\n{_moves_text(before, after)}"
 
@@ -171,7 +171,7 @@ def _moves_text(before: Guide, after: Guide) -> str:
     return "".join(f"  {name:26}{was:>10.3g} -> {now:.3g}\n" for name, was, now in far[:MOST_SHOWN])
 
 
-def narrowed_text(narrowed: float) -> str:
+def write_narrowed(narrowed: float) -> str:
     """How much narrower the first plan's range is."""
     return f"Calibration narrows the range of plan 1's step to {narrowed:.0%} of the width.\n"
 
@@ -182,7 +182,7 @@ def explanation(plan: SimulatedPlan) -> str:
     lines += _bars({name: share * plan.step_s for name, share in shares(plan).items()}, seconds_text)
     lines += ["", "Memory of plan 1, on its fullest rank:"]
     lines += _bars(dict(_memory(plan)), bytes_text)
-    carried = carried_by(plan)
+    carried = list_carried_bytes(plan)
     if carried:
         lines += ["", "Bytes that a rank of the busiest pipeline rank sends or sums in a step, by axis:"]
         lines += [f"  {each.axis:26}{bytes_text(each.bytes):>10}  over the {each.link}" for each in carried]
@@ -192,7 +192,7 @@ def explanation(plan: SimulatedPlan) -> str:
 def _memory(plan: SimulatedPlan) -> Iterator[tuple[str, float]]:
     yield "more communicators", plan.communicators_bytes
     if plan.memory is None:
-        held = plan.found.side.pricing.held(plan.found.plan)
+        held = plan.priced.side.pricing.predict_memory(plan.priced.plan)
         for name in ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace"):
             yield name, float(getattr(held, name).reshape(-1)[0])
         return
@@ -253,7 +253,7 @@ def record(
     answer: SearchResult, plans: Sequence[SimulatedPlan], figures: Sequence[Figures], beside: Sequence[Neighbour]
 ) -> dict[str, Any]:
     """The problem, the best plans and their alternatives for JSON, in base units."""
-    problem = plans[0].found.side.problem
+    problem = plans[0].priced.side.problem
     return {
         "model": problem.base.model.name,
         "chip": problem.cluster.chip.name,

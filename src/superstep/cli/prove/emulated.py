@@ -66,7 +66,7 @@ def _races_in_error(rank: int, monitor: Monitor, steps: Sequence[Report]) -> Ite
         raise Fault(f"{known.message}\n{lines}", rank=rank) from (error.__cause__ or error)
 
 
-def emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
+def write_emulated_lines(run: Resolved, ranks: Sequence[RankReport]) -> Iterator[str]:
     """Observations of the GPUs: races and waits of all ranks, the fullest of them, and uses of other ranks' GPUs."""
     races = _total(report.races for rank in ranks for report in rank.all)
     waits = _total(rank.step.host_waits for rank in ranks)

@@ -47,7 +47,7 @@ def prove_bits(cases: Sequence[ExactCase]) -> int:
         verdicts += [
             launch_on(device, 1, _one, one, Path(folder) / last)
             for reference, one in ones.items()
-            for last in [_left_name(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
+            for last in [_name_left(number) for number, case in enumerate(cases) if case.reference == reference][-1:]
         ]
     wrong = [verdict for verdict in verdicts if not verdict.is_proven]
     _say(
@@ -75,7 +75,7 @@ def _wait_written(folder: Path) -> None:
         raise StateError(f"{folder} cannot hold the reference: {error.strerror}; free space there.") from error
 
 
-def _left_name(number: int) -> str:
+def _name_left(number: int) -> str:
     return f"left-{number}"
 
 
@@ -84,9 +84,9 @@ def _ranks(world: World, cases: tuple[ExactCase, ...], folder: Path) -> list[Exa
     left: dict[Path, Path] = {}
     for number, case in enumerate(cases):
         take = left.get(case.reference, case.reference / "checkpoint")
-        relay = Relay(take=take, leave=folder / _left_name(number), step=STOP)
+        relay = Relay(take=take, leave=folder / _name_left(number), step=STOP)
         results.append(prove_exact(world, case.run, case.batches, case.reference, relay))
-        left[case.reference] = folder / _left_name(number)
+        left[case.reference] = folder / _name_left(number)
         if world.rank == 0:
             _row(layout_text(case.run), results[-1])
             if take.parent == folder:

@@ -37,7 +37,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 SIGNALS: Mapping[Kind, int] = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung": HANG}
 
-SAID: Mapping[Kind, str] = {"killed": "was killed by SIGKILL", "stopped": "was stopped", "hung": "hangs"}
+FAULT_TEXTS: Mapping[Kind, str] = {"killed": "was killed by SIGKILL", "stopped": "was stopped", "hung": "hangs"}
 """Expected messages about a rank."""
 
 POLL_S = 0.01
@@ -59,7 +59,7 @@ class FaultOutcome:
         kind: of fault.
         what: the target, in words.
         step: finished steps at that time.
-        seen_s: until it was detected; None if nothing can detect it.
+        noticed_s: until it was detected; None if nothing can detect it.
         again_s: until the first new step.
         redone: number of repeated steps.
         wrong: the deviation from the expected outcome; empty without one.
@@ -68,7 +68,7 @@ class FaultOutcome:
     kind: Kind
     what: str
     step: int
-    seen_s: float | None
+    noticed_s: float | None
     again_s: float
     redone: int
     wrong: str = ""
@@ -99,7 +99,7 @@ class FaultyRun:
         self._config = config
         self._place = place
         self.folder = RunFolder(root=Path(config.state.dir))
-        self._said = place / f"{self.folder.root.name}.said"
+        self._output = place / f"{self.folder.root.name}.said"
         self._temporary = place / "tmp"
         self._temporary.mkdir(exist_ok=True)
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +118,7 @@ class FaultyRun:
         config = replace(self._config, state=replace(self._config.state, existing="resume" if is_there else "refuse"))
         path.write_text(write_config(config), encoding="utf-8")
         command = [sys.executable, "-m", COMMAND, str(path)]
-        with self._said.open("wb") as output:
+        with self._output.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=output, env=os.environ | {"TMPDIR": str(self._temporary)}
             )
@@ -164,19 +164,20 @@ class FaultyRun:
         until_s = time.monotonic() + patience_s
         while not is_there():
             if self.process.poll() is not None:
-                raise Fault(f"the run ended before {what}, with exit status  {self.process.returncode}: {self.said()}")
+                status = self.process.returncode
+                raise Fault(f"the run ended before {what}, with exit status  {status}: {self.last_line()}")
             if time.monotonic() > until_s:
-                raise Fault(f"the run did not reach {what} within {patience_s:g} s: {self.said()}")
+                raise Fault(f"the run did not reach {what} within {patience_s:g} s: {self.last_line()}")
             time.sleep(POLL_S)
 
-    def said(self) -> str:
+    def last_line(self) -> str:
         """The last printed line."""
-        lines = self._said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = self._output.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def printed_bytes(self) -> int:
+    def count_output_bytes(self) -> int:
         """Bytes of its output."""
-        return self._said.stat().st_size
+        return self._output.stat().st_size
 
     def ranks(self) -> dict[int, int]:
         """Process ids of its living ranks."""
@@ -193,7 +194,7 @@ class FaultyRun:
             launcher = psutil.Process(self.process.pid)
             self._all |= {one.pid: one for one in [launcher, *launcher.children(recursive=True)]}
 
-    def left(self) -> list[str]:
+    def list_remains(self) -> list[str]:
         """Remains after its end: processes, files of launches, the lock of its folder."""
         _, alive = psutil.wait_procs(list(self._all.values()), timeout=LEAVING_S)
         left = [f"process {one.pid}" for one in alive]
@@ -264,7 +265,7 @@ def hurt(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
             wrong = f"it resumed from {line['path']} and skipped {line['passed_over'] or 'nothing'}"
     redone = before.step - int(line["step"])
     return FaultOutcome(
-        kind=kind, what=what, step=before.step, seen_s=None, again_s=again_s, redone=redone, wrong=wrong
+        kind=kind, what=what, step=before.step, noticed_s=None, again_s=again_s, redone=redone, wrong=wrong
     )
 
 
@@ -274,12 +275,12 @@ def _hurt_rank(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
     before = _before(run)
     os.kill(ranks[number], SIGNALS[kind])
     again_s, line = _trains_again(run, before)
-    is_named = line["lost"].startswith(f"rank {number}") and SAID[kind] in line["lost"]
+    is_named = line["lost"].startswith(f"rank {number}") and FAULT_TEXTS[kind] in line["lost"]
     return FaultOutcome(
         kind=kind,
         what=f"rank {number}",
         step=before.step,
-        seen_s=None if line["lost_at_s"] is None else line["lost_at_s"] - before.at_s,
+        noticed_s=None if line["lost_at_s"] is None else line["lost_at_s"] - before.at_s,
         again_s=again_s,
         redone=max(0, before.step - int(line["step"])),
         wrong="" if is_named else f"it reported rank {number} as: {line['lost']}",
@@ -318,25 +319,25 @@ def _fill_disk(run: FaultyRun) -> FaultOutcome:
     """Limit the launcher, which writes checkpoints, to a page beyond its output; then remove the limit."""
     before, saved = _before(run), checkpoints(run.folder.checkpoints)
 
-    def has_told(event: str, after: int = -1) -> bool:
+    def has_event(event: str, after: int = -1) -> bool:
         return any(line.get("event") == event and line["step"] > after for line in run.tail())
 
     limits = resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.printed_bytes() + FULL_BYTES, limits[1]))
-    run.wait_for(lambda: has_told("warning"), "a warning that a checkpoint cannot be written")
-    seen_s, wrong = time.time() - before.at_s, ""
+    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (run.count_output_bytes() + FULL_BYTES, limits[1]))
+    run.wait_for(lambda: has_event("warning"), "a warning that a checkpoint cannot be written")
+    noticed_s, wrong = time.time() - before.at_s, ""
     for place in [place for place in checkpoints(run.folder.checkpoints) if place in saved]:
         try:
             verify(place)
         except StateError as error:
             wrong = wrong or str(error)
     resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, limits)
-    run.wait_for(lambda: has_told("saved", before.step), "the next checkpoint")
+    run.wait_for(lambda: has_event("saved", before.step), "the next checkpoint")
     return FaultOutcome(
         kind="full disk",
         what="the launcher's files; the run continued, and saved again when there was room",
         step=before.step,
-        seen_s=seen_s,
+        noticed_s=noticed_s,
         again_s=time.time() - before.at_s,
         redone=0,
         wrong=wrong,

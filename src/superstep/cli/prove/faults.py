@@ -63,7 +63,7 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
             hurts = [_next(victim, kind, draw) for kind in draw.sample(kinds, len(kinds))]
             _go_on(victim, BETWEEN)
             status, steps = victim.end(), victim.step()
-            left = victim.left()
+            left = victim.list_remains()
         with begin(hurt_config(run.config, corpus, place / "whole", is_hurt=False), place) as whole:
             whole.wait_for(lambda: whole.step() >= steps, f"step {steps}")
             whole.end()
@@ -111,10 +111,10 @@ def _next(run: FaultyRun, kind: Kind, draw: random.Random) -> FaultOutcome:
         result = hurt(run, kind, draw)
     except Fault as fault:
         raise Fault(f"{DESCRIBED[kind]}: {fault.message}") from fault
-    seen_text = "" if result.seen_s is None else f"{result.seen_s:.2f} s"
+    noticed_text = "" if result.noticed_s is None else f"{result.noticed_s:.2f} s"
     again = f"{result.again_s:.2f} s"
     mark = "✗" if result.wrong else " "
-    _say(f"{mark} {DESCRIBED[kind]:34}{seen_text:>12}{again:>14}{result.redone:>8}  {result.what}")
+    _say(f"{mark} {DESCRIBED[kind]:34}{noticed_text:>12}{again:>14}{result.redone:>8}  {result.what}")
     return result
 
 

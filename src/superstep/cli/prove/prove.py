@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from superstep.cli.arguments.prove import ProveOptions, emulated_gpus, read
+from superstep.cli.arguments.prove import ProveOptions, parse_emulated_gpus, read
 from superstep.cli.choices import describe_changed_layout
 from superstep.cli.flags.options import settle
 from superstep.cli.prepare_progress import prepare_with_progress
@@ -25,7 +25,7 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.run.memory_check import require_fit_on_emulated_gpus
 from superstep.run.tokens import proof_tokens
 from superstep.train.proof.all_layouts import layouts
-from superstep.train.proof.ignored_targets import ragged_batches
+from superstep.train.proof.ignored_targets import make_ragged_batches
 from superstep.train.weights.model import operations, resolve_config, vocab_of
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     # Fails before the reference has run for minutes.
     choose(options.plan.device, options.world or run.plan.mesh.world)
     if options.device is not None:
-        require_fit_on_emulated_gpus(run, operations(run), emulated_gpus(options)[1])
+        require_fit_on_emulated_gpus(run, operations(run), parse_emulated_gpus(options)[1])
     with proof_tokens(run, partial(_prepare, run)) as corpus:
         if options.serve:
             stream = stream_of(run.config, open_corpus(corpus), "train")
@@ -75,7 +75,7 @@ def _exact(options: ProveOptions, run: Resolved, corpus: Path) -> int:
             [
                 ExactCase(
                     run,
-                    ragged_batches(stream_of(run.config, opened, "train"), options.steps),
+                    make_ragged_batches(stream_of(run.config, opened, "train"), options.steps),
                     Path(folder) / _kind(run),
                 )
                 for run in runs

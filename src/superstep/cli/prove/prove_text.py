@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.compare import KINDS, Difference, has_same_roundings
-from superstep.train.proof.proof_inputs import ProofCase, compared_lines, unseen
+from superstep.train.proof.proof_inputs import ProofCase, unseen, write_compared_lines
 from superstep.train.proof.verdict import ProofVerdict
 
 HELD = {True: "the same bits", False: "OTHER BITS", None: "not asked"}
@@ -31,7 +31,7 @@ def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     yield f"  {'sampler':12}{_beside(verdict.sampler)}"
     yield from _wrong(verdict)
     yield "Compared:"
-    yield from (f"  - {line}" for line in compared_lines(case, verdict))
+    yield from (f"  - {line}" for line in write_compared_lines(case, verdict))
     yield "Not covered by this proof:"
     yield from (f"  - {line}" for line in unseen(case))
     yield (
@@ -64,7 +64,7 @@ def sweep_lines(cases: Sequence[ProofCase], verdicts: Sequence[ProofVerdict]) ->
         yield from _wrong(verdict)
     shown = next(((case, verdict) for case, verdict in pairs if has_same_roundings(case.run)), pairs[0])
     yield "Compared:"
-    yield from (f"  - {line}" for line in compared_lines(*shown))
+    yield from (f"  - {line}" for line in write_compared_lines(*shown))
     yield "Not covered by this proof:"
     # All that one of the layouts does not cover.
     yield from dict.fromkeys(f"  - {line}" for case in cases if case.reruns for line in unseen(case))

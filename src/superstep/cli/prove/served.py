@@ -28,13 +28,13 @@ from superstep.train.proof.prove_serving import (
     KnownTexts,
     Open,
     ServingPath,
-    Told,
+    TextLogprobs,
     answers,
     batch_of,
     compare,
     logprobs_of,
     losses_in_training,
-    told_of,
+    serve_logprobs,
     ways,
 )
 from superstep.train.weights.weights_folder import newest_checkpoint
@@ -112,7 +112,7 @@ def _prompts(source: BatchSource, steps: int, tokens: int, logprobs: int) -> Tex
 class ServingResult:
     """The results of a path, with its numbers of drafted and accepted tokens."""
 
-    results: list[Told]
+    results: list[TextLogprobs]
     guessed: int
     stood: int
 
@@ -133,7 +133,7 @@ def _tell(world: World, folder: Path, serve: ServeConfig, texts: Texts, prompts:
                 engines[-1].speculation = Speculation(KnownTexts(texts), serve.draft_tokens)
             return engines[-1]
 
-        logprobs = told_of(opening, way, texts, prompts)
+        logprobs = serve_logprobs(opening, way, texts, prompts)
         now = engines[-1].counters
         return ServingResult(logprobs, now.drafted_tokens, now.accepted_tokens)
 

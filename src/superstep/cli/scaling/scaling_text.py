@@ -76,8 +76,8 @@ def warnings(summary: Study, answers: FitSummary) -> list[str]:
             f"the runs do not determine a, the exponent of the best size: it may be anywhere from {interval[0]:.2f} to "
             f"{interval[1]:.2f}; add runs of other sizes and budgets before you rely on the answer."
         )
-    asked_of = [(answers.best.params, answers.best.tokens)] if answers.best else []
-    for params, tokens in [*asked_of, *([answers.at] if answers.at else [])]:
+    targets = [(answers.best.params, answers.best.tokens)] if answers.best else []
+    for params, tokens in [*targets, *([answers.at] if answers.at else [])]:
         far = [f"{_times(factor)} its {name}" for name, factor in beyond(summary.runs, params, tokens).items()]
         if far:
             lines.append(

@@ -16,7 +16,7 @@ from superstep.run import rank as ranks
 from superstep.run.console import Console
 from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import launch
-from superstep.run.prepare_job import prepared_job
+from superstep.run.prepare_job import prepare_job
 from superstep.train.weights.model import resolve_config
 
 HANGS_S = 100_000
@@ -26,7 +26,7 @@ def train(path: Path) -> int:
     """Train or resume; the exit status."""
     run = resolve_config(read_config(path))
     assert run.config.data.cache is not None
-    with prepared_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
+    with prepare_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
         return 0 if job is None else launch(job, Terminal(), rank) or 0
 
 

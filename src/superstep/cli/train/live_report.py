@@ -41,7 +41,7 @@ def web(port: int | None) -> Iterator[Callable[[RunFolder], None]]:
 
 
 def _begin(served: LiveServer, folder: RunFolder) -> None:
-    served.begin(LiveReport(folder).shown())
+    served.begin(LiveReport(folder).make_page())
     say(f"live report: {served.url}")
     is_own = TOKEN in os.environ
     say(f"its token: {f'that of {TOKEN}' if is_own else f'the end of that address; {TOKEN} sets one that stays'}")
@@ -80,16 +80,16 @@ class LiveReport:
     def __init__(self, folder: RunFolder) -> None:
         self._folder, self._growing, self._samples = folder, GrowingFile(folder.metrics), GrowingFile(folder.samples)
 
-    def shown(self) -> ServedPage:
+    def make_page(self) -> ServedPage:
         """The served content."""
         return ServedPage(
-            page=lambda: report_page([self._told()], is_live=True),
+            page=lambda: report_page([self._read_run()], is_live=True),
             stamp=self._stamp,
-            update=lambda: pack_runs([self._told()]),
+            update=lambda: pack_runs([self._read_run()]),
             metrics=self._metrics,
         )
 
-    def _told(self) -> ReportedRun:
+    def _read_run(self) -> ReportedRun:
         settings = self._folder.config.read_text(encoding="utf-8") if self._folder.config.is_file() else ""
         return ReportedRun(
             name=str(self._folder.root),
@@ -105,8 +105,8 @@ class LiveReport:
         return tuple((stat.st_ino, stat.st_size) for stat in self._stats())
 
     def _metrics(self) -> str:
-        told_at_s = max((stat.st_mtime for stat in self._stats()), default=None)
-        return exposition(str(self._folder.root), self._growing.read(), told_at_s=told_at_s)
+        updated_at_s = max((stat.st_mtime for stat in self._stats()), default=None)
+        return exposition(str(self._folder.root), self._growing.read(), updated_at_s=updated_at_s)
 
     def _stats(self) -> list[os.stat_result]:
         stats = []

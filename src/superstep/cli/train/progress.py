@@ -31,7 +31,7 @@ from superstep.observe.events import (
     Warned,
 )
 from superstep.observe.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
-from superstep.observe.router_balance import busiest, dropped_share
+from superstep.observe.router_balance import busiest, share_dropped
 
 WIDEST = 100
 """Columns of the widest frame; longer lines of numbers are hard to read."""
@@ -316,8 +316,8 @@ def _of_tuning(event: LossDetails | RolloutStats | Retried) -> list[str]:
             return [f"graded again: {event.why}"]
 
 
-def _measure_words(told: LossDetails) -> list[str]:
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(told.names, told.values, strict=True)]
+def _measure_words(details: LossDetails) -> list[str]:
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in zip(details.names, details.values, strict=True)]
 
 
 SMALLEST_KL = 1e-6
@@ -340,7 +340,7 @@ def _rollout_words(rolled: RolloutStats) -> list[str]:
 def _routers(stats: RouterStats) -> list[str]:
     """The busiest expert of all layers, and the dropped tokens."""
     loads = [busiest(row) for row in stats.chosen]
-    dropped = dropped_share(sum(stats.chosen, ()), sum(stats.dropped, ()))
+    dropped = share_dropped(sum(stats.chosen, ()), sum(stats.dropped, ()))
     return [f"busiest expert {max(loads):.2f}x the mean, in layer {loads.index(max(loads))}", f"dropped {dropped:.1%}"]
 
 

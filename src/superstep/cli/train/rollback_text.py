@@ -10,7 +10,7 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
     """The lines of an event."""
     match event:
         case Resumed():
-            return _resumed_lines(event)
+            return _write_resumed(event)
         case Corrupted():
             return [_corruption_text(event)]
         case RolledBack():
@@ -19,7 +19,7 @@ def setback(event: Resumed | RolledBack | Corrupted) -> list[str]:
             where = "" if event.step == event.refused - 1 and event.source == "memory" else f" from {event.source}"
             return [
                 f"step {event.refused} was refused: {event.why}",
-                *_passed_over_lines(event.passed_over),
+                *_write_passed_over(event.passed_over),
                 f"rolled back to after step {event.step}{where}{after}",
             ]
 
@@ -36,12 +36,12 @@ def _corruption_text(event: Corrupted) -> str:
     return f"corrupt: {event.what} of {where}, step {event.found} ({known[event.how]})"
 
 
-def _passed_over_lines(why: tuple[str, ...]) -> list[str]:
+def _write_passed_over(why: tuple[str, ...]) -> list[str]:
     return [f"passed over: {each}" for each in why]
 
 
-def _resumed_lines(event: Resumed) -> list[str]:
-    passed = _passed_over_lines(event.passed_over)
+def _write_resumed(event: Resumed) -> list[str]:
+    passed = _write_passed_over(event.passed_over)
     if event.joined:
         return [f"{event.joined} has joined", *passed, f"continues after step {event.step}, from {event.path}"]
     if event.lost:
@@ -54,9 +54,9 @@ def _resumed_lines(event: Resumed) -> list[str]:
 
 def headway(goodput: Goodput, predicted: float | None) -> str:
     """The share of the time in steps that were kept, at the end of a run."""
-    foreseen = "" if predicted is None else f", {predicted:.1%} predicted"
+    forecast_text = "" if predicted is None else f", {predicted:.1%} predicted"
     rest_s = max(0.0, goodput.wall_s - goodput.steps_s - goodput.validation_s)
     return (
-        f"goodput: {goodput.ettr:.1%} of {seconds_text(goodput.wall_s)} in steps that count{foreseen}; validation "
+        f"goodput: {goodput.ettr:.1%} of {seconds_text(goodput.wall_s)} in steps that count{forecast_text}; validation "
         f"{seconds_text(goodput.validation_s)}, starts, checkpoints and lost work {seconds_text(rest_s)}"
     )

@@ -21,7 +21,7 @@ from superstep.run.hosts.train_on_hosts import TrainOnHosts
 from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import join_torchrun, launch
 from superstep.run.launch_rules import OTHER_LAUNCHERS, SEVERAL_HOSTS, check_web
-from superstep.run.prepare_job import prepared_job
+from superstep.run.prepare_job import prepare_job
 from superstep.train.weights.model import resolve_config
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.is_demo:
         run = demo_on_few_gpus(run)
     _say_choices(arguments, run)
-    with web(arguments.web_port) as shown, prepared_job(run, tokens_of, Terminal(), launcher=launcher()) as job:
+    with web(arguments.web_port) as shown, prepare_job(run, tokens_of, Terminal(), launcher=launcher()) as job:
         if job is None:
             return 0
         shown(job.folder)
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 def _job_of_torchrun(arguments: TrainArgs, ranks: int) -> AbstractContextManager[TrainJob | None]:
     run = _run(arguments, ranks)
     check_web(arguments.web_port, OTHER_LAUNCHERS)
-    return prepared_job(run, tokens_of, Terminal(), launcher=launcher())
+    return prepare_job(run, tokens_of, Terminal(), launcher=launcher())
 
 
 def _on_hosts(run: Resolved, hosts: Hosts) -> int:

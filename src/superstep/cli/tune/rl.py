@@ -15,7 +15,7 @@ from superstep.launch.torchrun import join
 from superstep.plan.config import DeviceKind
 from superstep.run.hosts.multi_host import on_hosts
 from superstep.run.rl.launch_rl import launch_rl
-from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.prepare_rl import prepare_rl_job
 from superstep.run.rl.rl_job_message import RL_JOB
 from superstep.run.rl.rl_on_hosts import RlOnHosts
 from superstep.run.rl.rl_rank import torchrun_worlds
@@ -36,8 +36,8 @@ def run(read: Callable[[], RlArgs], *, has_hosts: bool = False) -> int:
         return on_hosts(kind, hosts, address, Terminal())
     if is_of_torchrun():
         worlds = partial(torchrun_worlds, console=Terminal())
-        return int(join(lambda ranks: _prepared(read().recipe, ranks), worlds, RL_JOB, _device))
-    with _prepared(read().recipe) as job:
+        return int(join(lambda ranks: _prepare_job(read().recipe, ranks), worlds, RL_JOB, _device))
+    with _prepare_job(read().recipe) as job:
         if job is None:
             return 0
         if (status := launch_rl(job, Terminal())) is not None:
@@ -46,8 +46,8 @@ def run(read: Callable[[], RlArgs], *, has_hosts: bool = False) -> int:
     return 0
 
 
-def _prepared(recipe: RlRecipe, ranks: int | None = None) -> AbstractContextManager[RlJob | None]:
-    return prepared_rl_job(recipe, kernels_folder(None), Terminal(), launcher=launcher(), ranks=ranks)
+def _prepare_job(recipe: RlRecipe, ranks: int | None = None) -> AbstractContextManager[RlJob | None]:
+    return prepare_rl_job(recipe, kernels_folder(None), Terminal(), launcher=launcher(), ranks=ranks)
 
 
 def _device(job: RlJob | None) -> DeviceKind | None:

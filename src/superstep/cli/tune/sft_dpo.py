@@ -14,10 +14,10 @@ from superstep.cli.prepare_progress import show
 from superstep.cli.train.terminal import Terminal
 from superstep.data.token_files import Corpus
 from superstep.plan.resolution.resolve import Resolved
-from superstep.run.exit_messages import ended
+from superstep.run.exit_messages import end_by_signal
 from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import join_torchrun, launch
-from superstep.run.tune_job import prepared_tune_job, resolved_recipe
+from superstep.run.tune_job import prepare_tune_job, resolve_recipe
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig
 from superstep.tune.prepare_conversations import Conversations, Kind
@@ -31,8 +31,8 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
         read: the kind and the recipe; under torchrun only rank 0 calls it.
     """
     if is_of_torchrun():
-        return join_torchrun(lambda ranks: _prepared(*read(), ranks), Terminal())
-    with _prepared(*read()) as job:
+        return join_torchrun(lambda ranks: _prepare_job(*read(), ranks), Terminal())
+    with _prepare_job(*read()) as job:
         if job is None:
             return 0
         if (status := launch(job, Terminal())) is not None:
@@ -41,11 +41,11 @@ def run(read: Callable[[], tuple[Kind, TuneConfig]]) -> int:
     return 0
 
 
-def _prepared(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[TrainJob | None]:
-    run = resolved_recipe(kind, config, ranks)
+def _prepare_job(kind: Kind, config: TuneConfig, ranks: int | None = None) -> AbstractContextManager[TrainJob | None]:
+    run = resolve_recipe(kind, config, ranks)
     if ranks is None:
         _say_choices(config, run)
-    return prepared_tune_job(run, kind, config, partial(_make, verb=f"tune {kind}"), Terminal(), launcher=launcher())
+    return prepare_tune_job(run, kind, config, partial(_make, verb=f"tune {kind}"), Terminal(), launcher=launcher())
 
 
 def _say_choices(config: TuneConfig, run: Resolved) -> None:
@@ -61,7 +61,7 @@ def _make(wanted: Conversations, kept: Path, folder: RunFolder, *, verb: str) ->
     try:
         _prepare(wanted, kept, is_shared=bool(wanted.run.data.cache))
     except (KeyboardInterrupt, SystemExit) as error:
-        if (status := ended(error, folder, Terminal(), verb, is_of_torchrun=is_of_torchrun())) is not None:
+        if (status := end_by_signal(error, folder, Terminal(), verb, is_of_torchrun=is_of_torchrun())) is not None:
             raise SystemExit(status) from None
         raise
 

@@ -18,7 +18,7 @@ from superstep.observe.chrome_trace import chrome_trace
 from superstep.observe.drawing.step_svg import caption_of, draw_svg
 from superstep.observe.page.bubble import FORMULAS
 from superstep.observe.page.step_animation import ChooserEntry, moving_page
-from superstep.observe.page.step_data import StepDrawing, closed_of
+from superstep.observe.page.step_data import StepDrawing, compute_closed_form
 from superstep.observe.trace import RecordedStep
 from superstep.plan.config import LOOPED, PlanConfig, Schedule
 from superstep.plan.resolution.resolve import Resolved
@@ -46,7 +46,7 @@ class StepView:
     prediction: Prediction
     ran: RecordedStep | None = None
 
-    def drawn(self) -> StepDrawing:
+    def draw(self) -> StepDrawing:
         """Its drawing."""
         return StepDrawing(
             plan=self.run.plan,
@@ -83,7 +83,7 @@ def write_svg(name: str, view: StepView) -> str:
             caption_of(
                 caption,
                 timeline,
-                closed=closed_of(timeline, plan) if plan.mesh.pp > 1 else None,
+                closed=compute_closed_form(timeline, plan) if plan.mesh.pp > 1 else None,
                 formula=FORMULAS[plan.schedule],
             ),
             timeline,
@@ -94,7 +94,7 @@ def write_svg(name: str, view: StepView) -> str:
 
 def write_trace(name: str, view: StepView) -> str:
     """The step for Perfetto; a run's, followed by its prediction."""
-    drawn = view.drawn()
+    drawn = view.draw()
     timeline = view.prediction.timeline
     courses = [course(timeline.program, rank, drawn.sizes) for rank in range(timeline.program.pp)]
     if view.ran is None:
@@ -115,7 +115,7 @@ def _choices(view: StepView, resolve: Resolve, rehearse: Rehearse) -> Iterator[C
     rehearsed = {plan.zero: view.operations}
     for schedule, zero in sorted(wanted, key=lambda one: (one[0] != plan.schedule) + (one[1] != plan.zero)):
         if (schedule, zero) == (plan.schedule, plan.zero):
-            entries[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=view.drawn())
+            entries[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=view.draw())
         elif room < _instructions(view.prediction):
             why = f"left out to keep the page small; --plan.schedule {schedule} --plan.zero {zero} shows it"
             entries[schedule, zero] = ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=why)
@@ -142,7 +142,7 @@ def _other(
     except UserError as error:
         return ChooserEntry(schedule=schedule, zero=zero, drawn=None, why=str(error))
     other = replace(view, run=run, operations=rehearsed[zero], prediction=prediction, ran=None)
-    return ChooserEntry(schedule=schedule, zero=zero, drawn=other.drawn())
+    return ChooserEntry(schedule=schedule, zero=zero, drawn=other.draw())
 
 
 def _free_schedule(plan: PlanConfig, schedule: Schedule, zero: int) -> PlanConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from superstep.cli.arguments.view import ViewOptions
 from superstep.cli.arguments.view import read as read_arguments
 from superstep.cli.damage import say_damage
-from superstep.cli.flags.options import named_in, read_run, settle
+from superstep.cli.flags.options import list_named_fields, read_run, settle
 from superstep.cli.view.kernel_table import kernel_table
 from superstep.cli.view.plan_view import view_plan
 from superstep.cli.view.rl_view import draw_rl, is_rolled
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         for name in ("memory", "kernels"):
             if getattr(options, name):
                 raise UserError(f"--{name} shows the {name} of a plan: superstep view {target}/run.toml --{name}.")
-        if plan_flags := sorted(name for name in named_in(flags) if "." in name):
+        if plan_flags := sorted(name for name in list_named_fields(flags) if "." in name):
             flag = plan_flags[0].replace("_", "-")
             raise UserError(f"--{flag}: a run's step is shown as it ran; change the plan of {target}/run.toml.")
         _of_run(RunFolder(root=Path(target)), options, picture)

@@ -52,7 +52,7 @@ _LETTERS, _TAGS = 0, 2**30
 collectives wait for each other and cannot confuse their messages.
 """
 
-_OPS = {rule: asked for asked, rule in RULES.items()}
+_OPS = {rule: name for name, rule in RULES.items()}
 
 _COMBINE: dict[Rule, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
@@ -294,7 +294,7 @@ class _Line:
         done: Future[None] = Future()
         with self._lock:
             if self._is_closed:
-                raise _closed_error()
+                raise _make_closed_error()
             self._line.put((work, done))
         return done
 
@@ -302,7 +302,7 @@ class _Line:
         """Begin nothing more."""
         with self._lock:
             self._is_closed = True
-            self._failed = self._failed or _closed_error()
+            self._failed = self._failed or _make_closed_error()
             self._line.put(None)
 
     # Numbers are summed as they are, whatever of autograd the caller has switched on.
@@ -322,7 +322,7 @@ class _Line:
             del task, work, done  # and with them the tensors
 
 
-def _closed_error() -> dist.DistBackendError:
+def _make_closed_error() -> dist.DistBackendError:
     return dist.DistBackendError(f"shared memory: {ENDS[CLOSED]}.")
 
 

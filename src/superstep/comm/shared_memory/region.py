@@ -96,7 +96,7 @@ class _Offer:
     is_ready: bool
 
 
-def shared_region(rank: int, world: int, gather: Callable[[Any, Any], list[Any]]) -> tuple[Region | None, str]:
+def open_shared_region(rank: int, world: int, gather: Callable[[Any, Any], list[Any]]) -> tuple[Region | None, str]:
     """The file of this rank's host; or None, and why, where a rank cannot have its own. Every launched rank calls this
     together. ``gather``: gives every rank's value, of a stated type, to every rank.
     """

@@ -81,7 +81,7 @@ def block_seconds(
     wider = model.turned / np.maximum(model.head_dim, 1.0)
     core = (core[0] * uneven * (1 + wider / 2), core[1] * uneven * (1 + 3 * wider / 5))
     width = np.where(is_mixture, model.shared_ffn, model.ffn) / layout.tp
-    moved = _moved_bytes(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
+    moved = _count_moved_bytes(model, tokens, stream, inner + kv_heads * model.head_dim, width, stack)
     kernels = np.where(stack.has_fused_elementwise > 0, 8.0, 30.0) + np.where(stack.has_fused_norms > 0, 0.0, 14.0)
     if not is_mixture:
         up = linear_s(tokens, width * (1 + model.gated), model.width, flops, rates)
@@ -137,7 +137,7 @@ def _projections(
     return [(before[0], before[1], before[2]), linear_s(tokens, model.width, wide, flops, rates)]
 
 
-def _moved_bytes(
+def _count_moved_bytes(
     model: DecoderNumbers, tokens: Array, stream: Array, rotated: Array, width: Array, stack: Stack
 ) -> Array:
     """Memory traffic of a forward pass, without products and attention."""

@@ -35,7 +35,7 @@ class Efficiency:
         """The constant ``kind.name`` for the first of the names that has one."""
         return next(self.values[f"{kind}.{name}"] for name in names if f"{kind}.{name}" in self.values)
 
-    def changed(self, changes: Mapping[str, float]) -> Efficiency:
+    def with_changes(self, changes: Mapping[str, float]) -> Efficiency:
         """The same with some values changed."""
         return replace(self, values={**self.values, **changes})
 

@@ -77,18 +77,18 @@ def price_of(cluster: Cluster, software: Software, efficiency: Efficiency = FITT
     return _rates(cluster, software, efficiency), _stack(software, efficiency)
 
 
-def stacked(values: Sequence[T]) -> T:
+def stack_fields(values: Sequence[T]) -> T:
     """Join values of one class into one value: their arrays are stacked along a new dim, field by field."""
     first: Any = values[0]
     if isinstance(first, np.ndarray):
         return np.stack([np.asarray(value) for value in values])  # type: ignore[return-value]
-    parts = {field.name: stacked([getattr(value, field.name) for value in values]) for field in fields(first)}
+    parts = {field.name: stack_fields([getattr(value, field.name) for value in values]) for field in fields(first)}
     together: T = type(first)(**parts)
     return together
 
 
 def take(value: T, places: npt.NDArray[np.int_]) -> T:
-    """The values at some indices of what ``stacked`` joined; an index may occur several times."""
+    """The values at some indices of what ``stack_fields`` joined; an index may occur several times."""
     parts: dict[str, Any] = {}
     for part in fields(value):  # type: ignore[arg-type]
         each = getattr(value, part.name)

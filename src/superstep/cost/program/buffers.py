@@ -10,7 +10,7 @@ from superstep.cost.program.flops import UnitParameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.sharding.padding import padded
+from superstep.plan.sharding.padding import pad
 from superstep.plan.zero import Sharding
 
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
@@ -31,7 +31,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "experts": unit.experts // mesh.ep,
         "adapters": unit.adapters_on_rank(mesh.tp),
     }[family]
-    return padded(numel, mesh.shards(family)) if numel else 0
+    return pad(numel, mesh.shards(family)) if numel else 0
 
 
 def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
@@ -39,22 +39,22 @@ def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
     return sum(family_numel(run, unit, family) for family in FAMILIES)
 
 
-def trained_families(run: Resolved) -> tuple[Family, ...]:
+def list_trained_families(run: Resolved) -> tuple[Family, ...]:
     return tuple(family for family in run.plan.families if run.plan.trains(family))
 
 
 def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
     """Elements of a unit's whole gradients on one rank."""
-    return sum(family_numel(run, unit, family) for family in trained_families(run))
+    return sum(family_numel(run, unit, family) for family in list_trained_families(run))
 
 
 def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:
     """Elements of a unit that one rank updates; only trained ones of ``families``."""
-    trained = trained_families(run)
-    return sum(held_numel(run, unit, family) for family in families if family in trained)
+    trained = list_trained_families(run)
+    return sum(count_held_numel(run, unit, family) for family in families if family in trained)
 
 
-def held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
+def count_held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     """Elements of a unit's buffer of one family that this rank holds."""
     shards = run.plan.mesh.shards(family) if zero_stage(run, family).shards_optimizer else 1
     return family_numel(run, unit, family) // shards
@@ -64,7 +64,7 @@ def zero_stage(run: Resolved, family: Family | None = None) -> Sharding:
     """The ZeRO stage in effect, of gradients where no family is named: a single shard does not shard, and frozen
     parameters are only cut by stage 3.
     """
-    family = family or trained_families(run)[0]
+    family = family or list_trained_families(run)[0]
     zero = run.plan.zero if run.plan.mesh.shards(family) > 1 else 0
     return Sharding(zero if run.plan.trains(family) or run.plan.shards_parameters else 0)
 

@@ -150,7 +150,7 @@ def local_dims(run: Resolved) -> LocalDims:
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
-    kinds = [tuple((p.axes, run.plan.padded(p), p.factor) for p in owned) for owned in run.outline.owned]
+    kinds = [tuple((p.axes, run.plan.pad_dims(p), p.factor) for p in owned) for owned in run.outline.owned]
     for kind in kinds:  # blocks are alike
         if kind not in known:
             known[kind] = _parameters(run.plan.rules, kind)

@@ -17,7 +17,7 @@ from superstep.cost.program.flops import LocalDims, local_dims
 from superstep.plan.model.outline import Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.sharding.unit_flops import forward_flops_per_token, seen_tokens
+from superstep.plan.sharding.unit_flops import count_visible_tokens, forward_flops_per_token
 
 CONVENTION = (
     "adapters: forward pass and input gradients of what is frozen, 3 passes of attention and of the factors; head and "
@@ -52,7 +52,7 @@ class LoraLinear:
         return 2 * self.rows * self.rank * (self.inputs + self.outputs)
 
 
-def adapted_linears(run: Resolved) -> tuple[LoraLinear, ...]:
+def list_adapted_linears(run: Resolved) -> tuple[LoraLinear, ...]:
     """The adapted linears of one block of the decoder; all blocks are alike."""
     if run.config.lora is None:
         return ()
@@ -65,30 +65,30 @@ def _pairs(run: Resolved) -> Iterator[tuple[Parameter, Parameter]]:
 
 
 def _lora_linear(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> LoraLinear:
-    def held(size: int, axis: str | None) -> int:
+    def count_held(size: int, axis: str | None) -> int:
         return size // (run.plan.mesh.tp if run.plan.rules.cut(axis) == "tp" else 1)
 
     linear = a.name.split(".")[-3]
     return LoraLinear(
         linear=linear,
         rows=d.T if READS[linear] in ("first norm", "attention") else d.Tf,
-        inputs=held(a.dims[1], a.axes[1]),
-        outputs=held(b.dims[0], b.axes[0]),
+        inputs=count_held(a.dims[1], a.axes[1]),
+        outputs=count_held(b.dims[0], b.axes[0]),
         rank=a.dims[0],
     )
 
 
-def kept_inputs(run: Resolved) -> dict[str, int]:
+def count_kept_inputs(run: Resolved) -> dict[str, int]:
     """Elements of adapted linears' inputs, which are kept: by their source."""
-    return {READS[one.linear]: one.rows * one.inputs for one in adapted_linears(run)}
+    return {READS[one.linear]: one.rows * one.inputs for one in list_adapted_linears(run)}
 
 
-def kept_inner(run: Resolved) -> int:
-    return sum(one.rows * one.rank for one in adapted_linears(run))
+def count_kept_inner(run: Resolved) -> int:
+    return sum(one.rows * one.rank for one in list_adapted_linears(run))
 
 
-def kept_outputs(run: Resolved) -> int:
-    return sum(one.rows * one.outputs for one in adapted_linears(run))
+def count_kept_outputs(run: Resolved) -> int:
+    return sum(one.rows * one.outputs for one in list_adapted_linears(run))
 
 
 def flops_per_token(run: Resolved) -> int:
@@ -101,4 +101,4 @@ def flops_per_token(run: Resolved) -> int:
 
 
 def _attention(shape: ModelShape, tokens: int) -> int:
-    return 4 * seen_tokens(shape, tokens) * shape.heads * shape.head_dim
+    return 4 * count_visible_tokens(shape, tokens) * shape.heads * shape.head_dim

@@ -145,7 +145,7 @@ class PreparedFiles(Protocol):
         """Delete the partial files."""
         ...
 
-    def expected_bytes(self, source_bytes: int) -> int:
+    def estimate_bytes(self, source_bytes: int) -> int:
         """Approximate final size."""
         ...
 
@@ -214,7 +214,7 @@ def writing(files: PreparedFiles, config: DataConfig) -> Iterator[None]:
             raise fault.adding("Or set data.cache to another folder.") from None
         raise fault.adding(
             f"Or set data.cache to a folder on a larger disk: the tokens take about "
-            f"{files.expected_bytes(source_bytes(config))} bytes, and {free_bytes(files.folder)} are free here."
+            f"{files.estimate_bytes(source_bytes(config))} bytes, and {free_bytes(files.folder)} are free here."
         ) from None
     except BaseException:
         files.discard()

@@ -51,13 +51,13 @@ def _take(folder: Path, made: list[Path], tell: Callable[[str], None]) -> int | 
     """A descriptor that holds the lock of a folder; None where locks are not supported. Created folders are added to
     ``made``.
     """
-    is_told = False
+    is_reported = False
     while (handle := _open(folder, made)) is not None:
         try:
             if not _try(handle):
-                if not is_told:
+                if not is_reported:
                     tell(f"Waiting for {_holder(handle)}, which prepares the tokens in {folder} ...")
-                is_told = True
+                is_reported = True
                 fcntl.flock(handle, fcntl.LOCK_EX)
             if _is_same(folder / LOCK, handle):
                 os.ftruncate(handle, 0)

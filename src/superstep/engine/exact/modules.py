@@ -19,7 +19,7 @@ from superstep.engine.exact.linear import exact_embedding, exact_linear, exact_n
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.loss import exact_loss
 from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
-from superstep.engine.layers.fused import gated
+from superstep.engine.layers.fused import make_gated
 from superstep.engine.layers.grad_accumulation import hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
@@ -51,7 +51,7 @@ class _LayerBuilder:
         bias_sink = sinks.get(own["bias"]) if "bias" in own else None
         return exact_linear(layer, sinks.get(own["weight"]), self.exact.cut(param), bias_sink)
 
-    def adapted(self, path: str, layer: AdaptedLinear, inner: Forward) -> Forward:
+    def make_adapted(self, path: str, layer: AdaptedLinear, inner: Forward) -> Forward:
         a, b = (self.exact.cut(self.spec.params[f"{path}{end}"]) for end in (ENDS["a"], ENDS["b"]))
         own = dict(layer.named_parameters())
         to = self.exact.sinks[own["lora_A.weight"]], self.exact.sinks[own["lora_B.weight"]]
@@ -91,7 +91,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ..
     """
     build = _LayerBuilder(spec, exact)
 
-    def trained(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    def is_trained(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
         return lambda layer: isinstance(layer, kinds) and build.is_trained(layer)
 
     def any_of(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
@@ -99,13 +99,13 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ..
 
     return (
         _row("exact sums", is_plain_linear, build.linear),
-        _row("exact sums of linear and factors", any_of(AdaptedLinear), build.adapted, is_whole=True),
+        _row("exact sums of linear and factors", any_of(AdaptedLinear), build.make_adapted, is_whole=True),
         _row("exact sums", any_of(RMSNorm), build.norm),
         _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
-        _row("exact sums", trained(GroupedLinear), build.grouped_linear),
-        _row("exact sums", trained(Gate), build.router),
+        _row("exact sums", is_trained(GroupedLinear), build.grouped_linear),
+        _row("exact sums", is_trained(Gate), build.router),
         _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
-        _row("exact gate", any_of(FeedForward, Experts), lambda path, layer, inner: gated(layer, exact_gate_of)),
+        _row("exact gate", any_of(FeedForward, Experts), lambda path, layer, inner: make_gated(layer, exact_gate_of)),
         _row("exact sum over experts", any_of(MixtureOfExperts), build.experts),
         _row("autograd's gradient, added on the grid", build.is_trained, build.unknown),
     )

@@ -195,7 +195,7 @@ class UnitBuffers(ZeroStage):
         for local, param in self.params.items():
             param.data = other.params[local].data
 
-    def held(self) -> Iterator[tuple[Slot, int, int]]:
+    def list_slots(self) -> Iterator[tuple[Slot, int, int]]:
         """The parts of parameters in this rank's shard, without padding: the slot, and the first and last element
         (exclusive) of the local tensor, flattened.
         """

@@ -24,7 +24,7 @@ from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
 from superstep.plan.resolution.lora import ENDS
 from superstep.plan.rules import Rules
-from superstep.plan.sharding.padding import padded
+from superstep.plan.sharding.padding import pad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
         decayed=decayed,
         partial=(partial[0].start, partial[-1].stop) if partial else (0, 0),
         numel=start,
-        padded=padded(start, mesh.shards(family)),
+        padded=pad(start, mesh.shards(family)),
     )
 
 

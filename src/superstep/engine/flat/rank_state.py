@@ -70,7 +70,7 @@ class RankState:
                 )
                 for layout in layouts[unit]
             )
-            for unit in self.step_program.held_by(mesh.at.pp)
+            for unit in self.step_program.list_held_units(mesh.at.pp)
         }
 
     def each_buffer(self) -> Iterator[tuple[int, UnitBuffers]]:
@@ -86,7 +86,7 @@ class RankState:
             or (not b.shards_optimizer and sharers.shard > 0)
         ):
             return
-        for slot, low, high in b.held():
+        for slot, low, high in b.list_slots():
             if at.tp == 0 or b.layout.family == "experts" or not slot.is_replicated:
                 start = slot.start + low - b.start
                 yield start, start + high - low
@@ -111,12 +111,12 @@ class RankState:
             owned = set(self.owned_ranges(unit, b))
             for kind in kinds:
                 buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
-                for slot, low, high in b.held():
+                for slot, low, high in b.list_slots():
                     start = slot.start + low - b.start
                     values = b.view(buffer, slot, low, high)
                     yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
 
-    def trained_buffers(self) -> Iterator[UnitBuffers]:
+    def list_trained_buffers(self) -> Iterator[UnitBuffers]:
         """Buffers that the optimizer updates."""
         return (b for _, b in self.each_buffer() if not b.is_frozen)
 

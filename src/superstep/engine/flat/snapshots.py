@@ -34,7 +34,7 @@ from superstep.state.snapshots.memory_snapshot import (
     WRITING,
     DamagedSnapshot,
     SnapshotMemory,
-    damaged_text,
+    describe_damage,
     describe_pieces,
 )
 from superstep.state.tensor_piece import TensorPiece, Tensors
@@ -179,7 +179,7 @@ class Snapshots:
             tensor.copy_(self._memory.values(slot, offset, tensor.numel()))
             total += int(checksum(tensor, offset // 4))
         if not self._memory.is_sealed(slot, total):
-            raise Fault(f"{damaged_text(step)}; resume the run.", step=step)
+            raise Fault(f"{describe_damage(step)}; resume the run.", step=step)
         return self._memory.position(slot)
 
     def is_damaged(self, step: int) -> bool:

@@ -46,7 +46,7 @@ def layer_kernels(run: Resolved, device: Device) -> LayerKernels:
     return "torch" if triton_loader.missing(device.torch) else "triton"
 
 
-def fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
+def list_fused_layers(kernels: LayerKernels) -> tuple[Implementation, ...]:
     """Norms, gates and the rotary embedding of attention."""
     match kernels:
         case "torch":
@@ -79,14 +79,14 @@ def _rows(
             lambda path, layer, inner: build(layer, inner),
         )
 
-    def turned(layer: Attention, inner: Forward) -> Forward:
+    def make_turned(layer: Attention, inner: Forward) -> Forward:
         layer.rope = FusedRotary(layer.rope, *turn)  # type: ignore[assignment]
         return inner
 
     return (
         row("norm", (RMSNorm,), norm_by),
-        row("gate", (FeedForward, Experts), lambda layer, inner: gated(layer, *gate)),
-        row("rotary embedding", (Attention,), turned),
+        row("gate", (FeedForward, Experts), lambda layer, inner: make_gated(layer, *gate)),
+        row("rotary embedding", (Attention,), make_turned),
     )
 
 
@@ -119,7 +119,7 @@ def _norm(layer: RMSNorm, own: Forward) -> Forward:
     return forward
 
 
-def gated(
+def make_gated(
     layer: FeedForward | Experts, gate_by: Callable[[Tensor, Tensor], Tensor], takes: Takes = _takes_gate
 ) -> Forward:
     """The layer's forward with ``gate_by(gate, up)`` for silu(gate) · up, where the kernel ``takes`` them."""

@@ -167,7 +167,7 @@ def accumulating_straight(sums: GradientSums) -> tuple[Implementation, ...]:
     gradient. The weights' ``.grad`` must exist; frozen layers are not changed.
     """
 
-    def trained(is_kind: Callable[[nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
+    def is_trained(is_kind: Callable[[nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
         def applies(path: str, layer: nn.Module) -> bool:
             return is_kind(layer) and layer.get_parameter("weight").requires_grad
 
@@ -177,7 +177,7 @@ def accumulating_straight(sums: GradientSums) -> tuple[Implementation, ...]:
         return Implementation(
             "gradient straight into the buffer",
             "fast mode",
-            trained(is_kind),
+            is_trained(is_kind),
             lambda path, layer, inner: make(layer, sums),
         )
 

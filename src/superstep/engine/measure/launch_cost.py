@@ -59,12 +59,12 @@ class _Pausing:
     def after(self, forward: Forward) -> Forward:
         """A layer's forward with a sweep after it."""
 
-        def swept(x: torch.Tensor) -> torch.Tensor:
+        def sweep(x: torch.Tensor) -> torch.Tensor:
             out = forward(x)
             self.sweep()
             return out
 
-        return swept
+        return sweep
 
 
 class _Sums(GradientSums):

@@ -208,7 +208,7 @@ def _attention(attention: AttentionOperation, dtype: Dtype, gauge: TimingOptions
     is_causal = attention.queries == attention.keys
 
     if gauge.is_compiled and attend.takes(q, k, v):
-        return _rate(attention, dtype, _compiled_seconds((q.detach(), k.detach(), v.detach()), attention, gauge))
+        return _rate(attention, dtype, _time_compiled((q.detach(), k.detach(), v.detach()), attention, gauge))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -222,17 +222,17 @@ def _attention(attention: AttentionOperation, dtype: Dtype, gauge: TimingOptions
     return _rate(attention, dtype, taken_s)
 
 
-def _compiled_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
+def _time_compiled(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
     is_causal = attention.queries == attention.keys
     if is_causal and gauge.device.kind == "cpu":
-        return _called_seconds(qkv, attention, gauge)
+        return _time_called(qkv, attention, gauge)
     out, lse = attend.attend(*qkv, is_causal=is_causal)
     if attention.is_backward:
         return gauge.seconds(lambda: attend.attend_backward(out, qkv, out, lse, is_causal=is_causal))
     return gauge.seconds(lambda: attend.attend(*qkv, is_causal=is_causal))
 
 
-def _called_seconds(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
+def _time_called(qkv: attend.Qkv, attention: AttentionOperation, gauge: TimingOptions) -> float:
     """With the call of a block: a Python operator, which copies the kernel's layout."""
     call = DocumentAttend(None, is_compiled=True)
     q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in qkv)

@@ -128,8 +128,8 @@ def _mask(cuts: Cuts) -> Tensor:
     """The additive mask of whole rows: [B, 1, S, S], fp32."""
     tokens = cuts[0][-1]
     starts_BS = starts_of(cuts)
-    is_seen = (starts_BS[:, :, None] == starts_BS[:, None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    return torch.zeros(is_seen.shape).masked_fill_(~is_seen, -torch.inf)[:, None]
+    is_visible = (starts_BS[:, :, None] == starts_BS[:, None, :]) & torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    return torch.zeros(is_visible.shape).masked_fill_(~is_visible, -torch.inf)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

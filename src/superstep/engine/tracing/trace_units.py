@@ -121,11 +121,11 @@ def _axes(mesh: Mesh) -> dict[str, Axis]:
 
 
 def _machine(
-    run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, seen: Sequence[int]
+    run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, traced_units: Sequence[int]
 ) -> tuple[RankUnits, ExpertParallel]:
     """The executor's units, with the traced ones on one pipeline rank."""
     plan = run.plan
-    stages = tuple(tuple(unit for unit in units if unit in seen) for units in plan.stages)
+    stages = tuple(tuple(unit for unit in units if unit in traced_units) for units in plan.stages)
     alone = replace(plan, stages=stages, placement=(0,) * len(stages))
     layouts = lay_out(
         tuple(specs),
@@ -136,7 +136,7 @@ def _machine(
         padding=plan.padding,
         is_exact=plan.grain is not None,
     )
-    needed = sorted({owner for unit in seen for owner in plan.params[unit]})
+    needed = sorted({owner for unit in traced_units for owner in plan.params[unit]})
     buffers = {
         unit: tuple(
             UnitBuffers(

@@ -65,8 +65,8 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Un
         module = _cut_module(spec, resolved, is_first=number == 0, where=where)
         attended: list[int] = []
 
-        def attend(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, seen: list[int] = attended) -> Tensor:
-            seen.append(q_BSNH.shape[1])
+        def attend(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: list[int] = attended) -> Tensor:
+            lengths.append(q_BSNH.shape[1])
             return flash(q_BSNH, k_BSKH, v_BSKH)
 
         given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}

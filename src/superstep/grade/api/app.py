@@ -47,13 +47,13 @@ class GradeService:
 
     async def verdicts(self, items: list[Item], rollouts: list[Rollout]) -> list[Verdict]:
         with self.queue.place(len(items)), self.metrics.running.track_inprogress():
-            asked = [self._verdict(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
-            return list(await asyncio.gather(*asked))
+            pending = [self._verdict(item, rollout) for item, rollout in zip(items, rollouts, strict=True)]
+            return list(await asyncio.gather(*pending))
 
     async def _verdict(self, item: Item, rollout: Rollout) -> Verdict:
         began = time.monotonic()
         verdict = await asyncio.wrap_future(self.pool.submit(item.index, item.seed, rollout))
-        self.metrics.graded(verdict, time.monotonic() - began)
+        self.metrics.count_grade(verdict, time.monotonic() - began)
         return verdict
 
 
@@ -91,21 +91,21 @@ def make_app(
 async def grade(request: Request, service: GradeService) -> Response:
     item = read_model(Item, await read_json(request, service.limits))
     (verdict,) = await until_gone(request, service.verdicts([item], [item.rollout()]))
-    return JSONResponse(verdict.told())
+    return JSONResponse(verdict.to_json())
 
 
-async def batch(request: Request, service: GradeService) -> Response:
-    asked = read_model(GradeBatch, await read_json(request, service.limits))
-    verdicts = await until_gone(request, service.verdicts(asked.items, asked.rollouts()))
-    return JSONResponse({"verdicts": [verdict.told() for verdict in verdicts]})
+async def grade_batch(request: Request, service: GradeService) -> Response:
+    batch = read_model(GradeBatch, await read_json(request, service.limits))
+    verdicts = await until_gone(request, service.verdicts(batch.items, batch.rollouts()))
+    return JSONResponse({"verdicts": [verdict.to_json() for verdict in verdicts]})
 
 
 async def health(request: Request, service: GradeService) -> Response:
     """Answer 200, or 503 while the server drains."""
     state = "draining" if service.drain.is_begun else "ready"
-    told = {"status": state, "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
-    told["memory_bound"] = service.pool.memory_bound
-    return JSONResponse(told, status_code=503 if service.drain.is_begun else 200)
+    fields = {"status": state, "workers": service.pool.workers, "sandbox": service.pool.config.sandbox}
+    fields["memory_bound"] = service.pool.memory_bound
+    return JSONResponse(fields, status_code=503 if service.drain.is_begun else 200)
 
 
 async def numbers(request: Request, service: GradeService) -> Response:
@@ -120,7 +120,7 @@ def _of_file(error: SuperstepError) -> RequestError:
 
 ROUTES: Routes[GradeService] = (
     ("POST", "/grade", grade),
-    ("POST", "/grade/batch", batch),
+    ("POST", "/grade/batch", grade_batch),
     ("GET", "/health", health),
     ("GET", "/metrics", numbers),
 )

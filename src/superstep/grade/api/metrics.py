@@ -28,9 +28,9 @@ class GradeMetrics:
         for kind in get_args(Kind):  # so that all of them are there from the start
             self.verdicts.labels(kind)
 
-    def retried(self, verdict: Verdict) -> None:
+    def count_retry(self, verdict: Verdict) -> None:
         self.retries.inc()
 
-    def graded(self, verdict: Verdict, seconds: float) -> None:
+    def count_grade(self, verdict: Verdict, seconds: float) -> None:
         self.verdicts.labels(verdict.kind).inc()
         self.seconds.observe(seconds)

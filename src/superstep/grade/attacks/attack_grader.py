@@ -38,7 +38,7 @@ class Weakness:
         flaw: an attack scores, it breaks the grader, or a right answer is refused or graded in two ways.
         index: a task that shows it.
         answer: the answer to that task, shortened.
-        told: the verdict on that answer.
+        verdict: the verdict on that answer.
         tasks: the number of tasks that show it.
     """
 
@@ -46,7 +46,7 @@ class Weakness:
     flaw: Flaw
     index: int
     answer: str
-    told: Verdict
+    verdict: Verdict
     tasks: int
 
 
@@ -128,7 +128,7 @@ def _of_others(made: Sequence[Task]) -> Iterator[Attack]:
     for solution in dict.fromkeys(solutions):
         if solution is not None and len(set(solutions)) > 1:
             name = f"the answer of task {solutions.index(solution)}"
-            yield Attack(name, lambda task, told=solution: told if task.solution != told else "", is_a_guess=True)  # type: ignore[misc]
+            yield Attack(name, lambda task, other=solution: other if task.solution != other else "", is_a_guess=True)  # type: ignore[misc]
 
 
 def _is_settled(attack: Attack, verdicts: Sequence[tuple[int, str, Verdict]]) -> bool:

@@ -65,10 +65,10 @@ class CodeTests:
         if answers.how != "done":
             kind: Kind = answers.how
             return Verdict(kind, 0.0, answers.why)
-        if len(answers.told) > len(self.tests):
+        if len(answers.records) > len(self.tests):
             return Verdict("violation", 0.0, "it wrote records of its own")
         tests: list[Case | Run] = list(self.tests)
-        passed = sum(self._passes(test, result) for test, result in zip(tests, answers.told, strict=False))
+        passed = sum(self._passes(test, result) for test, result in zip(tests, answers.records, strict=False))
         why = f"{passed} of {len(self.tests)} tests pass" + (f"; {answers.why}" if answers.why else "")
         if passed == len(self.tests):
             return ok(1.0, why)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.errors import ConfigError, Fault
-from superstep.launch.line_process import LineProcess, unanswered
+from superstep.launch.line_process import LineProcess, explain_no_answer
 
 CHILD = Path(__file__).with_name("maths_child.py")
 
@@ -38,7 +38,7 @@ class MathsProcess:
         if reply is None:
             self.close()
             if child.was_stopped:
-                raise Fault(f"the comparison of formulas: {unanswered(child, self._seconds)}.")
+                raise Fault(f"the comparison of formulas: {explain_no_answer(child, self._seconds)}.")
             return "timeout"
         if reply.get("memory"):
             self.close()

@@ -91,8 +91,8 @@ class Cgroup:
 
     def kill(self) -> set[int]:
         """Kill the processes of the group; returns their ids."""
-        told = " ".join((folder / "cgroup.procs").read_text() for folder in self.folders)
-        left = set(map(int, told.split())) - {0}  # so one is called that cannot be seen from here
+        ids_text = " ".join((folder / "cgroup.procs").read_text() for folder in self.folders)
+        left = set(map(int, ids_text.split())) - {0}  # so one is called that cannot be seen from here
         kill_each(left)
         return left
 

@@ -30,7 +30,7 @@ def resident_bytes(pid: int) -> int:
     return sum(map(_own_bytes, tree(pid)))
 
 
-def boxed_bytes(pid: int, folder: str) -> int:
+def count_boxed_bytes(pid: int, folder: str) -> int:
     """Memory of a sandbox's processes, its sockets and its files in the kernel, in bytes.
 
     Args:

@@ -25,11 +25,11 @@ def adopt_orphans() -> None:
 
 def children() -> set[int]:
     """The process ids of this process's children."""
-    told = ""
+    ids_text = ""
     for path in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):  # of a thread that has just ended
-            told += path.read_text()
-    return set(map(int, told.split()))
+            ids_text += path.read_text()
+    return set(map(int, ids_text.split()))
 
 
 def end_each(pids: Iterable[int]) -> set[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from superstep.grade.sandbox.cgroup import Cgroup
-from superstep.grade.sandbox.memory import boxed_bytes, resident_bytes
+from superstep.grade.sandbox.memory import count_boxed_bytes, resident_bytes
 from superstep.grade.sandbox.orphans import children, end_each
 from superstep.monitor.deadline import ActiveDeadline
 from superstep.monitor.stopped_process import ProcessWatch, is_stopped
@@ -177,7 +177,7 @@ class _Watched:
 
     def _is_too_large(self) -> bool:
         pid = self._child.pid
-        taken_bytes = resident_bytes(pid) if self._inside is None else boxed_bytes(pid, self._inside)
+        taken_bytes = resident_bytes(pid) if self._inside is None else count_boxed_bytes(pid, self._inside)
         return taken_bytes > self._bounds.memory_bytes or self._was_killed_for_memory()
 
     def _was_killed_for_memory(self) -> bool:
@@ -200,7 +200,7 @@ class _Watched:
             is_gone = not self._reading() and self._has_ended()
             if is_gone:
                 self._child.wait()
-                while (left := self._left()) and deadline.left() > 0:
+                while (left := self._list_left()) and deadline.left() > 0:
                     time.sleep(LEFT_S)
                 is_gone = not left
         finally:
@@ -212,7 +212,7 @@ class _Watched:
         if not is_gone:
             raise StillThereError(f"process {self._child.pid} was killed and is still there after {GONE_S:g} s")
 
-    def _left(self) -> set[int]:
+    def _list_left(self) -> set[int]:
         """Killed processes that still exist, without our pipes: their memory would count for the next program."""
         left = set() if self._bounds.group is None else self._bounds.group.kill()
         return left if self._others is None else left | end_each(children() - self._others)

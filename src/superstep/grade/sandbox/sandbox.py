@@ -70,13 +70,13 @@ class ProgramResult:
 
     Attributes:
         how: whether the program finished, or what ended it.
-        told: one record for each call or input; fewer if the program ended early. The candidate writes them: do not
+        records: one record for each call or input; fewer if the program ended early. The candidate writes them: do not
             trust them.
         why: why the program was ended, or its stderr.
     """
 
     how: How
-    told: tuple[dict[str, Any], ...]
+    records: tuple[dict[str, Any], ...]
     why: str = ""
 
 
@@ -148,17 +148,17 @@ class MissingSandbox:
 
 @dataclass(frozen=True, slots=True)
 class BubblewrapSandbox:
-    """Runs programs in bubblewrap; if ``seen`` is None, unprotected in a plain process.
+    """Runs programs in bubblewrap; if ``visible_paths`` is None, unprotected in a plain process.
 
     Attributes:
-        seen: the paths that programs see.
+        visible_paths: the paths that programs see.
         filter: the seccomp filter; None on processors without a list of calls.
         group: the cgroup that limits memory; None if none can be created.
         adopts: see ``ProcessLimits``.
     """
 
     config: GradeConfig
-    seen: VisiblePaths | None
+    visible_paths: VisiblePaths | None
     python: Path
     filter: bytes | None = None
     group: Cgroup | None = None
@@ -183,7 +183,7 @@ class BubblewrapSandbox:
                 f"bubblewrap cannot make a sandbox here ({line(str(error))}); allow user namespaces, use bubblewrap "
                 '0.8 or newer, or write grade.sandbox = "none" to run candidates unprotected.'
             ) from error
-        if answers.how != "done" or len(answers.told) != 1 or answers.told[0].get("status") != 0:
+        if answers.how != "done" or len(answers.records) != 1 or answers.records[0].get("status") != 0:
             raise ConfigError(
                 f"{self.python} runs no program in the sandbox ({answers.how}: {line(answers.why)}); set "
                 "grade.python to another interpreter, or give more grade.memory_bytes."
@@ -197,9 +197,9 @@ class BubblewrapSandbox:
             "source": source,
             "packages": []
             if config.packages is None
-            else [PACKAGES if self.seen is not None else str(Path(config.packages).resolve())],
+            else [PACKAGES if self.visible_paths is not None else str(Path(config.packages).resolve())],
             "output_bytes": config.output_bytes,
-            "alone": self.seen is not None,
+            "alone": self.visible_paths is not None,
             "limits": self._limits(),
         }
         given = json.dumps(job).encode()
@@ -213,7 +213,7 @@ class BubblewrapSandbox:
 
     def _run_to_end(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
         try:
-            return self._in_bubblewrap(given, bounds) if self.seen is not None else self._beside(given, bounds)
+            return self._in_bubblewrap(given, bounds) if self.visible_paths is not None else self._beside(given, bounds)
         except (StillThereError, StoppedError) as error:
             raise Fault(f"{error}.") from error
 
@@ -230,13 +230,13 @@ class BubblewrapSandbox:
             "signals": WAITING_SIGNALS,
         }
         # In its own user namespace this limit counts the program's processes; elsewhere it counts all of the user's.
-        return limits | ({} if self.seen is None else {"processes": self.config.processes + 1})
+        return limits | ({} if self.visible_paths is None else {"processes": self.config.processes + 1})
 
     def _in_bubblewrap(self, given: bytes, bounds: ProcessLimits) -> CommandResult:
-        assert self.seen is not None
+        assert self.visible_paths is not None
         fd = None if self.filter is None else _memory_file(self.filter)
         run = ("-c", INSIDE.read_text(encoding="utf-8"))
-        argv = command(self.seen, disk_bytes=self.config.disk_bytes, filter_fd=fd, run=run)
+        argv = command(self.visible_paths, disk_bytes=self.config.disk_bytes, filter_fd=fd, run=run)
         try:
             return run_bounded(
                 argv,

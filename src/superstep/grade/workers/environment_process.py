@@ -16,7 +16,7 @@ from typing import Any
 from superstep.errors import ConfigError, Fault
 from superstep.grade.task import Done, Message, Observation, Task
 from superstep.grade.workers.pool import COMMAND, START_S, makes_task
-from superstep.launch.line_process import LineProcess, unanswered
+from superstep.launch.line_process import LineProcess, explain_no_answer
 
 RESTARTS = 2
 """How often the process is restarted for one call."""
@@ -127,7 +127,7 @@ class EnvironmentProcess:
     def _request(self, request: dict[str, Any], seconds: float, what: str) -> dict[str, Any]:
         reply = self._process.ask(request, seconds)
         if reply is None:
-            why = unanswered(self._process, seconds)
+            why = explain_no_answer(self._process, seconds)
             mend = f"; make it faster, or set {self._setting} higher" if self._process.was_late else ""
             self._process.kill()
             raise (ProcessEndedError if self._process.has_ended else Fault)(f"{self.path}: {what}: {why}{mend}.")

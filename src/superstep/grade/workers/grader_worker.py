@@ -106,7 +106,7 @@ class _Desk:
                 assert self._tools is not None, "this process was begun to grade"
                 rollout = Rollout(_read_messages(request["turns"]), request["finish"])
                 # Made anew: a grader may change what is inside of a task.
-                return decide(self.environment, self.environment.task(index, seed), rollout, self._tools).told()
+                return decide(self.environment, self.environment.task(index, seed), rollout, self._tools).to_json()
 
 
 def _write_messages(messages: Sequence[Message]) -> list[list[str]]:

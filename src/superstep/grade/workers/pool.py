@@ -25,9 +25,9 @@ from superstep.grade.config import GradeConfig, check_config
 from superstep.grade.sandbox.cgroup import remove_left_groups
 from superstep.grade.sandbox.sandbox import MemoryBound, SandboxMissingError, open_sandbox
 from superstep.grade.task import Rollout
-from superstep.grade.verdict import Verdict, from_told, grader_error, violation
+from superstep.grade.verdict import Verdict, grader_error, verdict_from_json, violation
 from superstep.hardware.host import cores
-from superstep.launch.line_process import LineProcess, unanswered
+from superstep.launch.line_process import LineProcess, explain_no_answer
 
 START_S = 120.0
 """Seconds to load an environment's file."""
@@ -84,7 +84,7 @@ class Pool:
         for worker in self._all:
             self._idle.put(worker)
         try:
-            self._threads.submit(self._all[-1].started).result()
+            self._threads.submit(self._all[-1].ensure_started).result()
         except BaseException:
             self.close()
             raise
@@ -154,7 +154,7 @@ class _Worker:
         self.has_ended = False
         """Whether the process ended by itself at the last attempt: neither late nor stopped."""
 
-    def started(self) -> LineProcess:
+    def ensure_started(self) -> LineProcess:
         """The process, started if necessary.
 
         Raises:
@@ -172,7 +172,7 @@ class _Worker:
         reply = process.ask(start, START_S)
         if reply is None:
             self._end()
-            raise Fault(f"the grader of {self._source} does not start: {unanswered(process, START_S)}.")
+            raise Fault(f"the grader of {self._source} does not start: {explain_no_answer(process, START_S)}.")
         if "refused" in reply:
             self._end()
             raise ConfigError(reply["refused"])
@@ -183,22 +183,22 @@ class _Worker:
         seconds = self._config.grader_timeout_s
         self.has_ended = False
         try:
-            process = self.started()
+            process = self.ensure_started()
         except Fault as error:
             return grader_error(str(error))
         reply = process.ask(request, seconds)
         if reply is None:
             self.has_ended = process.has_ended and not self._is_closed
             self._end()
-            return grader_error(unanswered(process, seconds))
+            return grader_error(explain_no_answer(process, seconds))
         if "refused" in reply:
             raise ConfigError(reply["refused"])
-        return from_told(reply)
+        return verdict_from_json(reply)
 
     def has_task(self, index: int, seed: int) -> bool:
         """Whether a process can make the task, without seeing the answer."""
         try:
-            is_made = makes_task(self.started(), index, seed, self._config.grader_timeout_s)
+            is_made = makes_task(self.ensure_started(), index, seed, self._config.grader_timeout_s)
         except Fault:
             return False
         if not is_made:

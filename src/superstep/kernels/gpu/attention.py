@@ -22,7 +22,7 @@ from superstep.kernels.gpu.attention_backward import (
 )
 from superstep.kernels.gpu.attention_forward import attention_forward
 from superstep.kernels.gpu.attention_scores import BY_DISTANCE, NONE, SLOPES
-from superstep.kernels.gpu.language import LEAST_SHARED_BYTES, padded, shared_bytes
+from superstep.kernels.gpu.language import LEAST_SHARED_BYTES, pad_tile, read_shared_bytes
 from superstep.kernels.position_bias import Bias, ByDistance, Slopes
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -154,7 +154,7 @@ def takes(*tensors: Tensor) -> bool:
 def attend(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, sees: VisibleKeys) -> tuple[Tensor, Tensor]:
     """The output [B, N, S, H] and its log-sum-exp [B, N, S], fp32. Queries that see no key get 0 and -inf."""
     B, N, S, H = q_BNSH.shape
-    sides = sides_of("forward", H, q_BNSH.dtype, shared_bytes(q_BNSH.device))
+    sides = sides_of("forward", H, q_BNSH.dtype, read_shared_bytes(q_BNSH.device))
     out, lse = _like(q_BNSH), q_BNSH.new_empty(B, N, S, dtype=torch.float32)
     sizes = _kernel_args(q_BNSH, k_BKTH, sees)
     attention_forward[triton.cdiv(S, sides.rows), B * N](
@@ -178,14 +178,14 @@ def attend_backward(
     q, k, v = inputs
     (B, N, S, H), (K, T) = q.shape, k.shape[1:3]
     sizes, lse = _kernel_args(q, k, sees), lse_BNS.contiguous()
-    room = shared_bytes(q.device)
+    room = read_shared_bytes(q.device)
     rows, columns = sides_of("queries", H, q.dtype, room), sides_of("keys", H, q.dtype, room)
     dq, dk, dv, delta = _like(q), _like(k), _like(v), torch.empty_like(lse)
     dbias = torch.zeros_like(sizes.bias) if sizes.kind == BY_DISTANCE.value else None
     attention_delta[triton.cdiv(S, rows.rows), B * N](
         *(grad_BNSH, out_BNSH, delta, N, S, grad_BNSH.stride()[:3], out_BNSH.stride()[:3]),
         WIDTH=H,
-        WIDE=padded(H),
+        WIDE=pad_tile(H),
         ROWS=rows.rows,
     )
     given, strides = (grad_BNSH, q, k, v, lse, delta), tuple(x.stride()[:3] for x in (grad_BNSH, q, k, v))
@@ -226,7 +226,7 @@ class _Attention(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _KernelArguments:
     """The common arguments of all kernels, in order."""
 
     starts: Tensor
@@ -240,7 +240,7 @@ class _Told:
         stages = 1 if self.kind == BY_DISTANCE.value else sides.stages
         return {
             "WIDTH": width,
-            "WIDE": padded(width),
+            "WIDE": pad_tile(width),
             "ROWS": sides.rows,
             "COLUMNS": sides.columns,
             "CAUSAL": self.sees.is_causal,
@@ -252,7 +252,7 @@ class _Told:
         }
 
 
-def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: VisibleKeys) -> _Told:
+def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: VisibleKeys) -> _KernelArguments:
     """Missing tensors are passed as an address too, which is not read."""
     N, S, H = q_BNSH.shape[1:]
     starts = q_BNSH if sees.starts is None else sees.starts.to(q_BNSH.device).contiguous()
@@ -264,7 +264,7 @@ def _kernel_args(q_BNSH: Tensor, k_BKTH: Tensor, sees: VisibleKeys) -> _Told:
         case ByDistance(table=table):
             kind, bias, last = BY_DISTANCE.value, table.detach().contiguous(), table.shape[1] - 1
     sizes = N, N // k_BKTH.shape[1], S, k_BKTH.shape[2], sees.ahead, sees.window or 0, last
-    return _Told(starts, bias, (*sizes, 1 / math.sqrt(H)), kind, sees)
+    return _KernelArguments(starts, bias, (*sizes, 1 / math.sqrt(H)), kind, sees)
 
 
 def _stops(sees: VisibleKeys, tiles: int, columns: int, starts: Tensor) -> Tensor:

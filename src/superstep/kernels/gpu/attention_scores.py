@@ -35,10 +35,10 @@ def distances(place, column, last):
 @triton.jit
 def mask_scores(scores, place, column, start, keys, CAUSAL: tl.constexpr):
     """The scores, with -inf where a key is not seen."""
-    is_seen = (column < keys) & (column >= start)
+    is_visible = (column < keys) & (column >= start)
     if CAUSAL:
-        is_seen = is_seen & (column <= place)
-    return tl.where(is_seen, scores, float("-inf"))
+        is_visible = is_visible & (column <= place)
+    return tl.where(is_visible, scores, float("-inf"))
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from superstep.kernels.gpu.language import padded
+from superstep.kernels.gpu.language import pad_tile
 
 BLOCK = 4096
 """Logits that a program has in registers at once."""
@@ -66,4 +66,4 @@ def row_gradients_(
 
 
 def _block(columns: int) -> int:
-    return min(BLOCK, padded(columns))
+    return min(BLOCK, pad_tile(columns))

@@ -33,13 +33,13 @@ def dot(left, right, total):
     return tl.dot(left, right, total, input_precision="tf32x3")
 
 
-def padded(count: int) -> int:
+def pad_tile(count: int) -> int:
     """The least power of two from ``count`` on, for sides of tiles; at least ``LEAST``."""
     return max(LEAST, 1 << (count - 1).bit_length())
 
 
 @cache
-def shared_bytes(device: torch.device) -> int:
+def read_shared_bytes(device: torch.device) -> int:
     """Shared memory of a program on the device; for interpreted kernels, that of the smallest GPU."""
     if device.type == "cpu":
         return LEAST_SHARED_BYTES

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from superstep.kernels.gpu.language import padded
+from superstep.kernels.gpu.language import pad_tile
 
 PROGRAMS = 256
 """Programs of a backward pass, each with its own sum of the weight's gradient: about two for each multiprocessor."""
@@ -51,7 +51,7 @@ def norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) · weight, [T, D], and 1 / rms(x) of each row, fp32 [T]. Both inputs are contiguous."""
     T, D = x_TD.shape
     out_TD, r_T = torch.empty_like(x_TD), x_TD.new_empty(T, dtype=torch.float32)
-    _forward[T,](x_TD, weight_D, out_TD, r_T, D, eps, WIDE=padded(D), num_warps=_warps(D))
+    _forward[T,](x_TD, weight_D, out_TD, r_T, D, eps, WIDE=pad_tile(D), num_warps=_warps(D))
     return out_TD, r_T
 
 
@@ -59,7 +59,7 @@ def norm_backward(grad_TD: Tensor, x_TD: Tensor, weight_D: Tensor, r_T: Tensor) 
     """The gradients of x, in its dtype, and of the weight, fp32. All inputs are contiguous."""
     (T, D), programs = x_TD.shape, min(PROGRAMS, len(x_TD))
     dx_TD, dweight_PD = torch.empty_like(x_TD), x_TD.new_empty(programs, D, dtype=torch.float32)
-    _backward[programs,](grad_TD, x_TD, weight_D, r_T, dx_TD, dweight_PD, T, D, WIDE=padded(D), num_warps=_warps(D))
+    _backward[programs,](grad_TD, x_TD, weight_D, r_T, dx_TD, dweight_PD, T, D, WIDE=pad_tile(D), num_warps=_warps(D))
     return dx_TD, dweight_PD.sum(0)
 
 

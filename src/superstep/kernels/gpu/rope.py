@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from superstep.kernels.gpu.language import padded
+from superstep.kernels.gpu.language import pad_tile
 
 
 @triton.jit
@@ -51,8 +51,8 @@ def rotate(x_BSNH: Tensor, cos: Tensor, sin: Tensor, *, is_back: bool = False) -
     _turn[B * S,](
         *(x_BSNH, cos, sin, out_BSNH, S, N, H // 2, x_BSNH.stride()[:3], table_strides),
         BACK=is_back,
-        HEADS=padded(N),
-        WIDE=padded(H // 2),
+        HEADS=pad_tile(N),
+        WIDE=pad_tile(H // 2),
     )
     return out_BSNH
 

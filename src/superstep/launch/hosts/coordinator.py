@@ -112,7 +112,7 @@ class Coordinator:
         """Host 0 is prepared and joins."""
         self._orders.send(LeadReached())
 
-    def told(self, event: Event) -> None:
+    def handle_event(self, event: Event) -> None:
         """Receive an event of host 0, or the end of the run."""
         self._events.put(event)
 
@@ -237,7 +237,7 @@ class Coordinator:
         try:
             while True:
                 message = member.wire.hear(FROM_MEMBER)
-                member.silence.heard()
+                member.silence.note_message()
                 if isinstance(message, MemberBeat):
                     member.progress = message.progress
                 elif message.host != host:

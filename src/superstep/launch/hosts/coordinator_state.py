@@ -178,7 +178,7 @@ def _trouble(table: CoordinatorState, cause: Cause, now_s: float) -> NextState:
 
 def _grow(table: CoordinatorState, step: int, now_s: float) -> NextState:
     """End the ranks where a larger plan is possible, once a new state is complete, so that few steps are repeated."""
-    hosts = [host for host in table.here if host in table.crew or _held_states(table, host) is not None]
+    hosts = [host for host in table.here if host in table.crew or _list_held_states(table, host) is not None]
     crew = largest(hosts, table.sizes, table.crew)
     if table.is_saving or len(crew) <= len(table.crew):
         return NextState(replace(table, newest=None))
@@ -190,7 +190,7 @@ def _grow(table: CoordinatorState, step: int, now_s: float) -> NextState:
     return _trouble(table, Cause(f"host {came}", is_lost=True, is_gain=True, at_s=now_s), now_s)
 
 
-def _held_states(table: CoordinatorState, host: int) -> HeldStates | None:
+def _list_held_states(table: CoordinatorState, host: int) -> HeldStates | None:
     seat = table.seats[host]
     return None if seat is None else seat.held
 
@@ -232,7 +232,7 @@ def _gather_states(table: CoordinatorState, now_s: float) -> NextState:
         if table.seats[0] is not None and now_s - table.since_s >= table.patience_s:
             return NextState(replace(table, phase=Phase.OVER), (RunOver(_too_late(table)),))
         return NextState(table)
-    states = {host: _held_states(table, host) for host in table.here}
+    states = {host: _list_held_states(table, host) for host in table.here}
     known = {host: held for host, held in states.items() if held is not None}
     if len(known) < len(states):
         return NextState(table)

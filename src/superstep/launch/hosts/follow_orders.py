@@ -25,15 +25,15 @@ from superstep.launch.hosts.messages import Fetching, LeadLost, LeadReached, Ord
 class HostRanks(Protocol):
     """The ranks of this host, and the memory that outlives them."""
 
-    def held(self) -> HeldStates:
+    def list_held(self) -> HeldStates:
         """States that are complete in memory."""
 
     def fetch(self, order: Fetching) -> None:
         """Fetch their state from another host; after a failure none is held."""
 
-    def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
+    def run(self, given: Orders, cut: Connection, on_trouble: Callable[[RankFailure], None]) -> bool:
         """Start the ranks and wait for them; returns whether all finished. They are ended where ``cut`` becomes
-        readable or ``troubled`` is called.
+        readable or ``on_trouble`` is called.
         """
 
 
@@ -58,19 +58,19 @@ def attend(
         match orders.recv():
             case LeadReached():
                 tell(HostJoined(host, epoch))
-                tell(HostHolds(host, ranks.held()))
+                tell(HostHolds(host, ranks.list_held()))
             case Fetching() as order:
                 ranks.fetch(order)
-                tell(HostHolds(host, ranks.held()))
+                tell(HostHolds(host, ranks.list_held()))
             case AbortAll():
-                tell(HostHolds(host, ranks.held()))
+                tell(HostHolds(host, ranks.list_held()))
             case Orders() as given:
                 epoch = now = given.go.epoch
 
-                def troubled(trouble: RankFailure, now: int = now) -> None:
+                def on_trouble(trouble: RankFailure, now: int = now) -> None:
                     tell(HostFailed(host, now, cause_of(trouble, name)))
 
-                if ranks.run(given, orders, troubled):
+                if ranks.run(given, orders, on_trouble):
                     tell(RanksDone(host, epoch))
             case LeadLost(why):
                 say(f"{why}; its ranks here are ended, and it is asked for again ...")
@@ -90,7 +90,7 @@ def cause_of(trouble: RankFailure, host: str) -> Cause:
     )
 
 
-def raised(cause: Cause) -> Fault | UserError:
+def make_error(cause: Cause) -> Fault | UserError:
     """The error that a launcher raises for a run's end."""
     if cause.is_mistake:
         return UserError(cause.text)

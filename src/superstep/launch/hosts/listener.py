@@ -29,7 +29,7 @@ WAITING = 64
 GUESTS = 1024
 """The most guests at once; a host has at most three connections to another."""
 
-TOLD = 16
+MOST_REPORTED = 16
 """The most addresses of strangers that are reported, each once."""
 
 
@@ -62,7 +62,7 @@ class SecureListener(Generic[M]):
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, str] = {}
         self._guests: set[SecureChannel] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         family = socket.AF_INET6 if ":" in at[0] else socket.AF_INET
         self._socket = socket.create_server(at, family=family, backlog=WAITING)
         self.address: Address = self._socket.getsockname()[:2]
@@ -130,9 +130,9 @@ class SecureListener(Generic[M]):
 
     def _tell_of(self, there: str, what: str) -> None:
         with self._lock:
-            is_new = there not in self._told and len(self._told) < TOLD
+            is_new = there not in self._reported and len(self._reported) < MOST_REPORTED
             if is_new:
-                self._told.add(there)
+                self._reported.add(there)
         if is_new:
             self._tell(f"{there} {what}; it was turned away.")
 

@@ -58,7 +58,7 @@ class Member:
         self.orders, self._orders = Pipe(duplex=False)
         threading.Thread(target=self._run, name="superstep-member", daemon=True).start()
 
-    def told(self, event: HostEvent) -> None:
+    def handle_event(self, event: HostEvent) -> None:
         """Send an event to the lead; one that is gone receives it when it returns."""
         wire = self._wire
         if wire is not None:
@@ -113,7 +113,7 @@ class Member:
         try:
             while True:
                 order = wire.hear(FROM_LEAD)
-                silence.heard()
+                silence.note_message()
                 if isinstance(order, LeadBeat):
                     if order.steps is not None:
                         self._copies.steer(order.steps)

@@ -140,7 +140,7 @@ class Silence:
         self._looked_s = now_s
         self.seconds = 0.0
 
-    def heard(self) -> None:
+    def note_message(self) -> None:
         self.seconds = 0.0
 
     def look(self, now_s: float) -> bool:

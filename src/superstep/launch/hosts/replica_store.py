@@ -33,7 +33,7 @@ from superstep.launch.hosts.state_transfer import (
 )
 from superstep.state.snapshots.background_checkpoint import NICE
 from superstep.state.snapshots.damage import void_damaged
-from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, made
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory, State, make_memories
 
 LOOK_S = 0.02
 """Seconds between looks for states to send."""
@@ -65,7 +65,7 @@ class ReplicaStore:
         self.hello: Hello | None = None
         """This host's hello, once it is known."""
 
-    def held(self) -> HeldStates:
+    def list_held(self) -> HeldStates:
         """States that are complete here, with the bits that were copied."""
         with self._one:
             self._void_damaged(self._memories)
@@ -84,8 +84,8 @@ class ReplicaStore:
 
     def _make(self) -> None:
         """Make empty memory for own states and for copies."""
-        self.own, self._memories = made(self._ranks)
-        self.copies, self._copies = made(self._ranks if self._has_peer else 0)
+        self.own, self._memories = make_memories(self._ranks)
+        self.copies, self._copies = make_memories(self._ranks if self._has_peer else 0)
 
     def _recut(self, cut: CopyPlacement) -> None:
         """Discard all states if the cut changes."""
@@ -112,7 +112,7 @@ class ReplicaStore:
                 receive(wire, self._memories, lambda state, epoch, mark: mark())
             finally:
                 wire.close()
-        if order.state not in self.held().own:
+        if order.state not in self.list_held().own:
             time.sleep(BEAT_S)  # the lead asks for it again
 
     def begin(self, given: Orders) -> None:

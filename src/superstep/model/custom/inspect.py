@@ -141,7 +141,7 @@ def _layer(layer: nn.Module) -> Layer:
     return "embedding" if isinstance(layer, nn.Embedding) else "other"
 
 
-def passed(
+def pass_through(
     specs: Sequence[UnitSpec],
     example: Tensor,
     compute: torch.dtype,
@@ -175,7 +175,7 @@ def passed(
 def run(
     module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object], where: str, *, is_first: bool
 ) -> Tensor:
-    """A unit's output on the meta device; raises as ``passed`` does."""
+    """A unit's output on the meta device; raises as ``pass_through`` does."""
     buffers = dict(module.named_buffers())
     before = {name: buffer._version for name, buffer in buffers.items()}
     # The first unit's input needs no gradient, unless it has no parameter for a graph. And it is no leaf, so that a

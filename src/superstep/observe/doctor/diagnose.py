@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from superstep.observe.doctor.observations import CHECKPOINT, DATA, VALIDATION, RankObservation, RunObservation
-from superstep.observe.doctor.stragglers import SlowRank, TimeSpent, slowest, spent, step_s
+from superstep.observe.doctor.stragglers import SlowRank, TimeSpent, measure_spent, slowest, step_s
 from superstep.observe.doctor.wait_graph import RankWait, Waits, first_of
 
 Kind = Literal[
@@ -27,7 +27,7 @@ Kind = Literal[
     "swaps", "memory", "disk",
 ]  # fmt: skip
 
-STANDS_S = 1.0
+STILL_S = 1.0
 """Seconds that a rank must have been at one thing before it can be a finding."""
 
 TIMES = 5.0
@@ -92,21 +92,21 @@ class Diagnosis:
     Attributes:
         findings: empty for a healthy run.
         spent: each rank's time by use.
-        stands: whether there is no progress.
+        is_still: whether there is no progress.
         step_s: the median of the last steps; 0.0 if unknown.
     """
 
     findings: tuple[Finding, ...]
     waits: tuple[RankWait, ...]
     spent: Mapping[int, TimeSpent]
-    stands: bool
+    is_still: bool
     step_s: float
 
 
 def diagnose(run: RunObservation) -> Diagnosis:
     waits, took_s = Waits(run), step_s(run)
     is_still = bool(run.ranks) and not any(rank.has_moved for rank in run.ranks)
-    pace = spent(run)
+    pace = measure_spent(run)
     findings = [*_end_findings(run, waits), *_processes(run)]
     if is_still and run.is_live and not findings:
         findings += _standing(run, waits, took_s)
@@ -116,7 +116,7 @@ def diagnose(run: RunObservation) -> Diagnosis:
         goes_on = all(rank.has_moved for rank in run.ranks)
         findings += _slow(slowest(run), {each.rank for each in findings}) if goes_on else []
     findings += [*_swapping(run), *_growing(run), *_disk(run, findings)]
-    return Diagnosis(findings=tuple(findings), waits=waits.all, spent=pace, stands=is_still, step_s=took_s)
+    return Diagnosis(findings=tuple(findings), waits=waits.all, spent=pace, is_still=is_still, step_s=took_s)
 
 
 def _end_findings(run: RunObservation, waits: Waits) -> Iterator[Finding]:
@@ -155,11 +155,11 @@ def _standing(run: RunObservation, waits: Waits, took_s: float) -> list[Finding]
     if held:
         return [_lock_finding(rank) for rank in held]
     ends = sorted({end for rank in run.ranks for end in first_of(waits, rank.rank)})
-    skipped = _skip_findings(run, waits, least_s=max(STANDS_S, 2 * took_s))
+    skipped = _skip_findings(run, waits, least_s=max(STILL_S, 2 * took_s))
     if skipped:
         return skipped[:1]
     raised = [rank for rank in run.ranks if rank.has_raised]
-    if raised and min(rank.since_s for rank in run.ranks) >= STANDS_S:
+    if raised and min(rank.since_s for rank in run.ranks) >= STILL_S:
         return [_error_finding(max(raised, key=lambda rank: rank.since_s))]
     if not ends:
         return _circle(run, waits)
@@ -187,9 +187,9 @@ def _limit_s(rank: RankObservation, took_s: float) -> float:
     if rank.doing == "apart":
         before = [n.end_s - n.ready_s for n in rank.notes if n.index < 0 and n.what == rank.what]
         floor_s = BESIDE_S.get(rank.what, BESIDE_ELSE_S)
-        return max(STANDS_S if len(before) > 1 else floor_s, TIMES * max(before, default=0.0), 2 * took_s)
+        return max(STILL_S if len(before) > 1 else floor_s, TIMES * max(before, default=0.0), 2 * took_s)
     if rank.longest_s > 0:
-        return max(GPU_S if rank.is_on_gpu else STANDS_S, TIMES * rank.longest_s)
+        return max(GPU_S if rank.is_on_gpu else STILL_S, TIMES * rank.longest_s)
     if rank.is_on_gpu:
         return GPU_FIRST_S
     return FIRST_ASLEEP_S if rank.is_asleep else FIRST_S
@@ -232,7 +232,7 @@ def _error_finding(rank: RankObservation) -> Finding:
 
 def _circle(run: RunObservation, waits: Waits) -> list[Finding]:
     """All ranks wait for each other."""
-    if any(rank.since_s < STANDS_S for rank in run.ranks) or not waits.all:
+    if any(rank.since_s < STILL_S for rank in run.ranks) or not waits.all:
         return []
     lines = tuple(f"rank {wait.rank} waits for {wait.what} from {_ranks(wait.missing)}" for wait in waits.all)
     first = run.ranks[0]

@@ -119,7 +119,7 @@ class RankObservation:
         """Its progress: ranks with a smaller value are behind."""
         return (self.run + 1, 0) if self.doing == "apart" else (self.run, self.index)
 
-    def done_by_run(self) -> dict[int, list[Note]]:
+    def group_done_by_run(self) -> dict[int, list[Note]]:
         """Finished instructions, by their run of a program."""
         notes: dict[int, list[Note]] = {}
         for note in self.notes:

@@ -69,7 +69,7 @@ class SlowRank:
 
 def steps_of(rank: RankObservation, length: int) -> dict[int, list[Note]]:
     """The notes of each complete run of the step's program, by run. ``length``: of the rank's list in it."""
-    by_run = rank.done_by_run()
+    by_run = rank.group_done_by_run()
     # An evaluation has other instructions, and never the last one of a step.
     whole = {run: notes for run, notes in by_run.items() if len(notes) == length and notes[-1].what == "step"}
     runs = sorted(whole)
@@ -79,7 +79,7 @@ def steps_of(rank: RankObservation, length: int) -> dict[int, list[Note]]:
     return {run: whole[run] for run in runs[first:]}
 
 
-def spent(run: RunObservation) -> dict[int, TimeSpent]:
+def measure_spent(run: RunObservation) -> dict[int, TimeSpent]:
     """Of every rank with at least ``ENOUGH`` steps."""
     by_rank = {rank.rank: _time_spent(rank, _length(run, rank)) for rank in run.ranks}
     return {rank: each for rank, each in by_rank.items() if each is not None}

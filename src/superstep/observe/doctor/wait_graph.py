@@ -52,7 +52,7 @@ class Waits:
     def __init__(self, run: RunObservation) -> None:
         self._run = run
         self._needs = Needs(run.program)
-        self._seen = {rank.rank: rank for rank in run.ranks}
+        self._ranks = {rank.rank: rank for rank in run.ranks}
 
     @cached_property
     def all(self) -> tuple[RankWait, ...]:
@@ -76,7 +76,7 @@ class Waits:
         """Whether a rank has come to an instruction of its list, in the run of a program of ``observed``. A rank that
         waits in a step has come to its sums.
         """
-        other = self._seen.get(rank)
+        other = self._ranks.get(rank)
         if other is None:
             return True  # nothing is known of it, so that it is not to blame
         if other.at == (observed.run, index):
@@ -91,7 +91,7 @@ class Waits:
 
     def _beyond(self, rank: RankObservation, need: _Need) -> tuple[int, ...]:
         assert need.needed is not None
-        others = (self._seen[p] for p in need.parts if p != rank.rank and p in self._seen)
+        others = (self._ranks[p] for p in need.parts if p != rank.rank and p in self._ranks)
         alike = (other for other in others if self._place(other.rank).pp == self._place(rank.rank).pp)
         return tuple(other.rank for other in alike if other.at > (rank.run, need.needed))
 
@@ -105,7 +105,7 @@ class Waits:
                 if rank.doing == "waits":
                     yield _Need("the sums of the step", self._last(ins.Step()), at)
             case ins.Tie(unit):
-                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._tied_ranks(rank, unit)), at)
+                yield _Need(f"the sum of tied u{unit}", self._last(instruction, self._find_tied_ranks(rank, unit)), at)
             case ins.ReducePartial():
                 yield _Need("the partial sums over tp", dict.fromkeys(self._over_tp(rank), at), at)
             case _ if rank.doing == "works" and (
@@ -134,12 +134,12 @@ class Waits:
                 return  # a copy, which needs nobody
 
     def _index(self, rank: int, instruction: Instruction) -> int | None:
-        follows = self._seen[rank].follows if rank in self._seen else ()
+        follows = self._ranks[rank].follows if rank in self._ranks else ()
         return follows.index(instruction) if instruction in follows else None
 
     def _last(self, instruction: Instruction, ranks: tuple[int, ...] | None = None) -> dict[int, int]:
         """Where each rank's list has an instruction, if it has."""
-        indices = {rank: self._index(rank, instruction) for rank in (self._seen if ranks is None else ranks)}
+        indices = {rank: self._index(rank, instruction) for rank in (self._ranks if ranks is None else ranks)}
         return {rank: at for rank, at in indices.items() if at is not None}
 
     @property
@@ -152,7 +152,7 @@ class Waits:
     def _over_tp(self, rank: RankObservation) -> tuple[int, ...]:
         return tuple(next(group for group in self._mesh.groups("tp") if rank.rank in group))
 
-    def _tied_ranks(self, rank: RankObservation, unit: int) -> tuple[int, ...]:
+    def _find_tied_ranks(self, rank: RankObservation, unit: int) -> tuple[int, ...]:
         at = self._place(rank.rank)
         places = self._run.program.holders(unit)
         return tuple(self._mesh.rank(Coordinate(pp=pp, dp=at.dp, cp=at.cp, tp=at.tp)) for pp in places)

@@ -111,7 +111,7 @@ class _Drawing:
 
     def rows(self, y: float) -> Iterator[str]:
         """Every rank: its compute and waits, and a thin row for each lane."""
-        for rank, waits in enumerate(self.timeline.stood_still()):
+        for rank, waits in enumerate(self.timeline.find_waits()):
             yield _text(LEFT - 5, y + self.row / 2 + 3, f"rank {rank}", size=9, anchor="end")
             yield from self._waits(waits, y)
             events = [e for e in self.timeline.of(rank) if _is_drawn(e)]

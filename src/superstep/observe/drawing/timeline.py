@@ -257,7 +257,7 @@ def _tick(least: float) -> float:
 
 def _summary(timeline: Timeline) -> list[str]:
     """The step in parts that add up, as means over the ranks."""
-    spent = timeline.spent()
+    spent = timeline.measure_uses()
 
     def mean_ms(seconds: Iterable[float]) -> str:
         return f"{sum(seconds) / len(spent) * 1e3:.4g}"

@@ -29,7 +29,7 @@ class PassSeconds:
     weight_s: float
 
 
-def closed_bubble(
+def compute_closed_bubble(
     schedule: Schedule, *, pp: int, chunks: int, microbatches: int, passes: PassSeconds, group: int | None = None
 ) -> float:
     """Idle over busy time (Narayanan 2021, sec. 2.2; Qi 2023, sec. 2.1 and 6).

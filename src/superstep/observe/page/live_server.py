@@ -103,15 +103,15 @@ class LiveServer:
             return False
         try:
             shown: object = None
-            said_s = self._clock()
+            sent_s = self._clock()
             while not self._is_over.is_set():
                 stamp, update = self._update()
                 if stamp != shown:
                     write(f"data: {update}\n\n")
-                    shown, said_s = stamp, self._clock()
-                elif self._clock() - said_s >= QUIET_S:
+                    shown, sent_s = stamp, self._clock()
+                elif self._clock() - sent_s >= QUIET_S:
                     write(": quiet\n\n")
-                    said_s = self._clock()
+                    sent_s = self._clock()
                 self._is_over.wait(LOOK_S)
             write("event: over\ndata: \n\n")
         finally:

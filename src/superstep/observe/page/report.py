@@ -84,7 +84,7 @@ def run_value(run: ReportedRun) -> dict[str, Any]:
     evaluated = [line for line in lines if line["event"] == "evaluated"]
     drawn = thin_steps(steps)
     is_sampled = any(line["event"] == "rolled" for line in lines)
-    ran = {} if run.ran is None else spent_parts(run.ran)
+    ran = {} if run.ran is None else split_step(run.ran)
     spent = {"ran": ran, "predicted": started.get("predicted_spent_s") or {}}
     damaged = [[0, "damaged", run.damage]] if run.damage else []
     return {
@@ -181,9 +181,9 @@ def _totals(lines: Iterable[Mapping[str, Any]], steps: Sequence[Mapping[str, Any
     return totals
 
 
-def spent_parts(timeline: Timeline) -> dict[str, float]:
+def split_step(timeline: Timeline) -> dict[str, float]:
     """A step in parts that add up, as means over the ranks."""
-    spent = timeline.spent()
+    spent = timeline.measure_uses()
     ranks = len(spent)
     parts = {"compute": sum(one.busy_s for one in spent) / ranks}
     for lane in spent[0].exposed_s:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from superstep.cost.program.memory.memory import RankBytes
 from superstep.cost.program.time.operation import Operations, UnitOperations, messages
-from superstep.observe.page.bubble import FORMULAS, PassSeconds, closed_bubble
+from superstep.observe.page.bubble import FORMULAS, PassSeconds, compute_closed_bubble
 from superstep.plan.resolution.resolve import Plan
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program
@@ -85,7 +85,7 @@ def step_value(drawn: StepDrawing) -> dict[str, Any]:
         "stages": [list(units) for units in program.stages],
         "placement": list(program.placement),
         "params": [list(units) for units in program.params],
-        "held": [list(program.held_by(rank)) for rank in range(program.pp)],
+        "held": [list(program.list_held_units(rank)) for rank in range(program.pp)],
         "frozen": list(program.frozen),
         "ranks": [_instructions(program, rank, deltas, drawn.sizes) for rank in range(program.pp)],
         "memory": [
@@ -145,7 +145,7 @@ def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
     for e in timeline.events:
         of_rank[e.rank].append((e.index, e.start_s - zero_s, e.end_s - zero_s))
     ranks = []
-    for events, waits in zip(of_rank, timeline.stood_still(), strict=True):
+    for events, waits in zip(of_rank, timeline.find_waits(), strict=True):
         starts = [round(start * NS) for _, start, _ in sorted(events)]
         ends = [round(end * NS) for _, _, end in sorted(events)]
         ranks.append(
@@ -157,11 +157,11 @@ def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
                 "for": [LANES.index(w.lane) if w.lane else -1 for w in waits],
             }
         )
-    spent = timeline.spent()
+    spent = timeline.measure_uses()
     return {
         "step_ns": round(timeline.step_s * NS),
         "bubble": timeline.bubble(),
-        "closed": closed_of(timeline, plan),
+        "closed": compute_closed_form(timeline, plan),
         "formula": FORMULAS[plan.schedule],
         "busy_ns": [round(s.busy_s * NS) for s in spent],
         "bubble_ns": [round(s.bubble_s * NS) for s in spent],
@@ -174,7 +174,7 @@ def _differences(numbers: Sequence[int]) -> list[int]:
     return [b - a for a, b in zip([0, *numbers], numbers, strict=False)]
 
 
-def closed_of(timeline: Timeline, plan: Plan) -> float:
+def compute_closed_form(timeline: Timeline, plan: Plan) -> float:
     """The papers' formula, with the mean seconds of this step's passes."""
     took = dict.fromkeys((ins.Forward, ins.Recompute, ins.Backward, ins.BackwardInput, ins.BackwardWeight), 0.0)
     for e in timeline.events:
@@ -185,7 +185,7 @@ def closed_of(timeline: Timeline, plan: Plan) -> float:
         input_s=took[ins.Recompute] + took[ins.Backward] + took[ins.BackwardInput],
         weight_s=took[ins.BackwardWeight],
     )
-    return closed_bubble(
+    return compute_closed_bubble(
         plan.schedule,
         pp=plan.mesh.pp,
         chunks=plan.chunks,
@@ -197,10 +197,10 @@ def closed_of(timeline: Timeline, plan: Plan) -> float:
 
 def _messages(operations: Sequence[UnitOperations] | None) -> list[dict[str, list[list[Any]]]]:
     """What each unit's passes send to ranks of their own stage: collective, axis, bytes, count."""
-    return [{"forward": _sent_rows(unit.forward), "backward": _sent_rows(unit.backward)} for unit in (operations or ())]
+    return [{"forward": _list_sent(unit.forward), "backward": _list_sent(unit.backward)} for unit in (operations or ())]
 
 
-def _sent_rows(operations: Operations) -> list[list[Any]]:
+def _list_sent(operations: Operations) -> list[list[Any]]:
     amounts: dict[tuple[str, str, int], int] = {}
     for one in messages(operations):
         key = (one.collective, one.axis, one.bytes)

@@ -20,7 +20,7 @@ class JsonKeys:
     """
 
     def __init__(self, raw: Mapping[str, Any], model_type: str, defaults: Mapping[str, Any]) -> None:
-        self._raw, self._told, self._defaults = raw, model_type, defaults
+        self._raw, self._model_type, self._defaults = raw, model_type, defaults
         self._read: set[str] = set()
 
     def __contains__(self, key: str) -> bool:
@@ -30,7 +30,7 @@ class JsonKeys:
         """A value as it is, or its default. Raises ConfigError where it is left out and has no default."""
         self._read.add(key)
         if key not in self._raw and key not in self._defaults:
-            raise ConfigError(f"{self._told}{key} is missing.")
+            raise ConfigError(f"{self._model_type}{key} is missing.")
         return self._raw.get(key, self._defaults.get(key))
 
     def whole(self, key: str, *, least: int = 1) -> int:
@@ -89,7 +89,7 @@ class JsonKeys:
 
     def refusal(self, key: str, rule: str) -> ConfigError:
         written = json.dumps(self._raw.get(key, self._defaults.get(key)))
-        return ConfigError(f"{self._told}{key} = {written} {rule}.")
+        return ConfigError(f"{self._model_type}{key} = {written} {rule}.")
 
 
 def _is_number(value: object) -> bool:

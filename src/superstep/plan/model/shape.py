@@ -225,7 +225,7 @@ def dropless(experts: int, experts_per_token: int, balance_weight: float = 0.0, 
     )  # fmt: skip
 
 
-def _published_moe(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
+def _make_published_moe(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
     weight = balance_weight_of(coefficient, experts_per_token=experts_per_token, layers=layers)
     return dropless(experts, experts_per_token, weight)
 
@@ -262,8 +262,8 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-8b": _qwen3(36, 4096, 32, 12288),
     "qwen3-14b": _qwen3(40, 5120, 40, 17408),
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
-    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_published_moe(128, 8, 0.001, layers=48)),
-    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_published_moe(128, 8, 0.001, layers=94)),
+    "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_make_published_moe(128, 8, 0.001, layers=48)),
+    "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_make_published_moe(128, 8, 0.001, layers=94)),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(
@@ -274,7 +274,7 @@ SHAPES: dict[str, ModelShape] = {
         vocab=32000,
         rope_theta=1000000.0,
         max_tokens=32768,
-        moe=_published_moe(8, 2, 0.02, layers=32),
+        moe=_make_published_moe(8, 2, 0.02, layers=32),
     ),
 }
 

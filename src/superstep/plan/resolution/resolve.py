@@ -81,7 +81,7 @@ class Plan(ZeroStage):
         """Whether a family's parameters are trained: with adapters all others stay fixed."""
         return family == "adapters" or "adapters" not in self.families
 
-    def padded(self, parameter: Parameter) -> tuple[int, ...]:
+    def pad_dims(self, parameter: Parameter) -> tuple[int, ...]:
         """A parameter's dims over all ranks together: the model's, with padding."""
         if not self.padding:
             return parameter.dims
@@ -150,10 +150,10 @@ def resolve(
         outline = add_lora(outline, config.lora)
     _check_data(config, shape)
     config = replace(config, plan=_fill(config, outline, world, is_ours=shape is not None))
-    return Resolved(config=config, decoder=shape, outline=outline, plan=_checked_plan(config, shape, outline))
+    return Resolved(config=config, decoder=shape, outline=outline, plan=_check_plan(config, shape, outline))
 
 
-def _checked_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Plan:
+def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Plan:
     """The plan of a run whose automatic fields are filled, checked against its model."""
     plan, rules = config.plan, rules_of(outline, config.plan)
     if shape is not None:

@@ -51,7 +51,7 @@ def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None
         f"plan.cp = {plan.cp} with plan.context = 'ring'": (is_ring, "plan.context to 'ulysses'"),
         "data.document_mask = true": (config.data.is_masked, "data.document_mask to false"),
     }
-    forbidden = [(field, mend) for field, (is_asked, mend) in without.items() if is_asked]
+    forbidden = [(field, mend) for field, (is_set, mend) in without.items() if is_set]
     if shape.window is None or tokens <= shape.window or not forbidden:
         return
     field, mend = forbidden[0]

@@ -8,7 +8,7 @@ ALIGN = 16
 """Elements: a shard starts on a cache line."""
 
 
-def padded(numel: int, dp: int) -> int:
+def pad(numel: int, dp: int) -> int:
     """Elements of a buffer that holds ``numel`` and splits evenly over dp.
 
     A single rank also pads to the alignment, so that the buffer does not depend on whether dp is 1.
@@ -17,7 +17,7 @@ def padded(numel: int, dp: int) -> int:
     return -(-numel // step) * step
 
 
-def padded_vocab(vocab: int, parts: int) -> int:
+def pad_vocab(vocab: int, parts: int) -> int:
     """Rows of the vocabulary matrices over all of ``parts`` ranks, or cells of exact mode.
 
     A vocabulary that splits evenly is not padded. Any other is padded until each part is a multiple of ``ALIGN``, so

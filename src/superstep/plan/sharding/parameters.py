@@ -15,7 +15,7 @@ from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.model.outline import Outline, Parameter, Unit
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import DEFAULT, Rules
-from superstep.plan.sharding.padding import padded_vocab
+from superstep.plan.sharding.padding import pad_vocab
 
 ALIKE = ("heads", "kv_heads")
 """Axes that attention reads together: each rank has the key and value heads of its query heads."""
@@ -40,7 +40,7 @@ def padding_of(shape: ModelShape | None, rules: Rules, parts: int) -> tuple[tupl
     """
     if shape is None or rules.cut("vocab") is None or shape.vocab % parts == 0:
         return ()
-    return (("vocab", padded_vocab(shape.vocab, parts)),)
+    return (("vocab", pad_vocab(shape.vocab, parts)),)
 
 
 def check_split(outline: Outline, rules: Rules, tp: int, padded: Collection[str] = ()) -> None:

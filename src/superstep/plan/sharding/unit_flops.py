@@ -11,7 +11,7 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
     Only products count; the backward pass takes twice as many in every unit.
     """
     # Scores are products of queries and keys, and sum values.
-    attention = 2 * seen_tokens(shape, sequence_tokens) * shape.heads * (2 * shape.head_dim + shape.turned)
+    attention = 2 * count_visible_tokens(shape, sequence_tokens) * shape.heads * (2 * shape.head_dim + shape.turned)
     dense, usual = (2 * _active(each) + attention for each in (shape.at(0), shape.at(shape.layers)))
     blocks = [dense] * shape.dense_layers + [usual] * (shape.layers - shape.dense_layers)
     return 0, *blocks, 2 * shape.width * shape.vocab
@@ -25,7 +25,7 @@ def _active(shape: ModelShape) -> int:
     return active
 
 
-def seen_tokens(shape: ModelShape, sequence_tokens: int) -> int:
+def count_visible_tokens(shape: ModelShape, sequence_tokens: int) -> int:
     """Keys of a query, as if attention were not causal: the whole sequence, or a sliding window of it; the mean where
     layers differ.
     """

@@ -86,7 +86,7 @@ def names(cluster: Cluster, efficiency: Efficiency) -> tuple[str, ...]:
     )
 
 
-def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: Efficiency) -> Calibration:
+def calibrate(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: Efficiency) -> Calibration:
     """The constants with the best fit to a recorded step of a run on chips of a cluster."""
     numerics = run.config.numerics.compute
     world = replace(cluster, chips=run.plan.mesh.world)
@@ -95,7 +95,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     known = names(cluster, efficiency)
 
     def logs(x: Array) -> Array:
-        changed = efficiency.changed({n: efficiency[n] * float(np.exp(v)) for n, v in zip(known, x, strict=True)})
+        changed = efficiency.with_changes({n: efficiency[n] * float(np.exp(v)) for n, v in zip(known, x, strict=True)})
         pricing = pricing_of(replace(problem, efficiency=changed))
         seconds = instruction_seconds(run, recorded.program, catalogue_seconds(run, plans_of(run).layout, pricing))
         return np.log([max(seconds(instruction, rank), 1e-9) for instruction, rank in observed])
@@ -104,7 +104,7 @@ def calibrated(run: Resolved, recorded: Timeline, cluster: Cluster, efficiency: 
     x = _least_squares(lambda at: logs(at) - wanted, len(known))
     fitted = {name: efficiency[name] * float(np.exp(value)) for name, value in zip(known, x, strict=True)}
     return Calibration(
-        efficiency=efficiency.changed(fitted),
+        efficiency=efficiency.with_changes(fitted),
         changes=tuple(
             ConstantChange(name=name, before=efficiency[name], after=value)
             for name, value in fitted.items()

@@ -52,7 +52,7 @@ def belief(slopes: Array, variances: Array) -> Array:
 def slopes_of(log_seconds: Callable[[Efficiency], Array], efficiency: Efficiency) -> Array:
     """Slopes of a step's log seconds by the logarithm of each constant."""
     here = log_seconds(efficiency)
-    moved = [efficiency.changed({name: efficiency[name] * float(np.exp(STEP))}) for name in CONSTANTS]
+    moved = [efficiency.with_changes({name: efficiency[name] * float(np.exp(STEP))}) for name in CONSTANTS]
     return np.array([float(log_seconds(each) - here) / STEP for each in moved])
 
 
@@ -83,7 +83,7 @@ class Guide:
         """The same with other values of the constants."""
         return replace(self, efficiency=efficiency)
 
-    def narrowed(self, slopes: Array) -> float:
+    def remaining_width(self, slopes: Array) -> float:
         """The remaining width of an interval of a plan with these slopes."""
         now, then = (slopes @ each @ slopes + NOISE**2 for each in (self.covariance, self.before))
         return float(np.sqrt(now / then))
@@ -97,7 +97,7 @@ class Guide:
             # Shares stay below 1.
             values[name] = min(moved, 1.0) if constant.before <= 1.0 else moved
         covariance = self.covariance - np.outer(share, bears)
-        return Guide(self.efficiency.changed(values), covariance, self.before)
+        return Guide(self.efficiency.with_changes(values), covariance, self.before)
 
 
 def guide() -> Guide:

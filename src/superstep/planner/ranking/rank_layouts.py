@@ -22,7 +22,7 @@ from superstep.planner.search import PricedProblem, SearchResult
 from superstep.planner.search_problem import SearchProblem
 from superstep.planner.sensitivity import Fallback, Neighbour, fallbacks, improve, of_kinds, simplest
 from superstep.planner.shortlist import fitting, search_fitting
-from superstep.planner.simulate_best import SimulatedPlan, verified
+from superstep.planner.simulate_best import SimulatedPlan, verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +58,8 @@ class FirstPlans:
         """What calibration leaves of the width of a plan's interval."""
         if self.known.covariance is self.known.before:
             return 1.0
-        cluster = plan.found.side.problem.cluster
-        return self.known.narrowed(step_slopes(plan.run, cluster, self.known.efficiency))
+        cluster = plan.priced.side.problem.cluster
+        return self.known.remaining_width(step_slopes(plan.run, cluster, self.known.efficiency))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +115,10 @@ def first_plans(formats: Sequence[SearchProblem], request: PlanRequest, known: G
     check_problem(formats[0])
     sides = tuple(PricedProblem(problem=problem, pricing=pricing_of(problem)) for problem in formats)
     # More than are shown: their programs may rank otherwise than the closed form.
-    found = search_fitting(sides, keep=3 * request.top)
-    if found is None:
+    ranking = search_fitting(sides, keep=3 * request.top)
+    if ranking is None:
         raise _too_large(sides, request)
-    answer, priced = found
+    answer, priced = ranking
     return FirstPlans(request=request, known=known, sides=sides, answer=answer, priced=priced)
 
 
@@ -135,7 +135,7 @@ def refine(first: FirstPlans, tell: Callable[[str], None] = lambda _: None) -> P
     least = min(each.step_s for each in plans)
     near = (each for each in answer.best if each.step_s <= least)
     left = [each for each in near if each.plan.plan_config(0, each.side.problem) not in done]
-    more = [verified(each) for each in left]
+    more = [verify(each) for each in left]
     priced = sorted((*plans, *fitting(more)), key=lambda plan: plan.step_s)
     best, beside = improve(priced[0], priced, tell=tell)
     shown = of_kinds((best, *priced))[: request.top]
@@ -155,7 +155,7 @@ def _run_of(plan: SimulatedPlan, tokens: float | None) -> RunConfig:
     config = plan.run.config
     if tokens is None:
         return config
-    steps = -(-int(tokens) // plan.found.side.problem.batch_tokens)
+    steps = -(-int(tokens) // plan.priced.side.problem.batch_tokens)
     return replace(config, train=replace(config.train, steps=steps))
 
 

@@ -20,11 +20,11 @@ from superstep.run.console import SILENT, Console
 from superstep.run.exit_messages import INTERRUPTED
 from superstep.run.job import TrainJob
 from superstep.run.launch_ranks import launch
-from superstep.run.prepare_job import prepared_job
+from superstep.run.prepare_job import prepare_job
 from superstep.run.rl.launch_rl import launch_rl
-from superstep.run.rl.prepare_rl import prepared_rl_job
+from superstep.run.rl.prepare_rl import prepare_rl_job
 from superstep.run.tokens import tokens_in
-from superstep.run.tune_job import prepared_tune_job, resolved_recipe
+from superstep.run.tune_job import prepare_tune_job, resolve_recipe
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config, vocab_of
@@ -72,7 +72,7 @@ def train(config: RunConfig, *, console: Console = SILENT) -> TrainResult:
         console: shows the run; silent by default.
     """
     run = resolve_config(config)
-    with prepared_job(run, _tokens, console) as job:
+    with prepare_job(run, _tokens, console) as job:
         return _finish(run.config.state, job, lambda job: launch(job, console))
 
 
@@ -104,15 +104,15 @@ def tune_rl(recipe: RlRecipe, *, kernels: Path | None = None, console: Console =
         kernels: the folder of compiled decoders; None uses torch.
         console: shows the run; silent by default.
     """
-    with prepared_rl_job(recipe, kernels, console) as job:
+    with prepare_rl_job(recipe, kernels, console) as job:
         result = _finish(recipe.state, job, lambda job: launch_rl(job, console))
     reward = _last_event(RunFolder(root=result.run_dir), "rolled").get("reward")
     return RlResult(**asdict(result), last_reward=reward)
 
 
 def _tune(kind: Kind, config: TuneConfig, console: Console) -> TrainResult:
-    run = resolved_recipe(kind, config)
-    with prepared_tune_job(run, kind, config, _make_conversations, console) as job:
+    run = resolve_recipe(kind, config)
+    with prepare_tune_job(run, kind, config, _make_conversations, console) as job:
         return _finish(run.config.state, job, lambda job: launch(job, console))
 
 

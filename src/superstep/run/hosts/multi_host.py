@@ -16,14 +16,14 @@ from superstep.launch.hosts.coordinator import Coordinator
 from superstep.launch.hosts.coordinator_state import CoordinatorState
 from superstep.launch.hosts.copy_schedule import ScheduleKeeper
 from superstep.launch.hosts.events import Cause, RunOver, StartRanks
-from superstep.launch.hosts.follow_orders import attend, raised
+from superstep.launch.hosts.follow_orders import attend, make_error
 from superstep.launch.hosts.listener import SecureListener
 from superstep.launch.hosts.member import Member
 from superstep.launch.hosts.messages import HELLO, Address
 from superstep.launch.hosts.tcp_store import TcpStore
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.exit_messages import ended, stopped
+from superstep.run.exit_messages import end_by_signal, end_by_stop
 from superstep.run.hosts.hosted_run import HostedRun, J
 from superstep.run.hosts.hosts import Hosts
 from superstep.run.hosts.this_host import ThisHost
@@ -50,10 +50,10 @@ def on_hosts(kind: HostedRun[J], hosts: Hosts, address: str, console: Console) -
     if hosts.number == 0:
         for count in sorted(here.plans, reverse=True)[1:]:
             console.say(f"on {count} host{'s' * (count > 1)}: {plan_text(here.plans[count])}")
-    return _led(here) if hosts.number == 0 else _followed(here)
+    return _lead(here) if hosts.number == 0 else _follow(here)
 
 
-def _led(here: ThisHost[J]) -> int:
+def _lead(here: ThisHost[J]) -> int:
     """Host 0: it answers before it has prepared, which may take long."""
     hosts, config, console = here.hosts, here.resolved.config, here.console
     stores: list[TcpStore] = []
@@ -89,34 +89,34 @@ def _led(here: ThisHost[J]) -> int:
         ) from error
     last: RunOver | None = None
     try:
-        with here.kind.prepared() as job:
+        with here.kind.prepare() as job:
             if job is None:
                 last = RunOver()
                 return 0
             here.job = job
             lead.begin()
             try:
-                last = attend(0, here.name, lead.orders, lead.told, here, console.say)
+                last = attend(0, here.name, lead.orders, lead.handle_event, here, console.say)
             except BaseException as error:
-                last = _left(error)  # before the message on how this host resumes
-                if (status := ended(error, job.folder, console, here.verb)) is not None:
+                last = _make_end(error)  # before the message on how this host resumes
+                if (status := end_by_signal(error, job.folder, console, here.verb)) is not None:
                     return status
                 raise
             return _ending(last, here)
     except SuperstepError as error:
-        last = last or _left(error)
+        last = last or _make_end(error)
         raise
     finally:
         lead.close(last or RunOver(Cause("host 0 has left the run")))
 
 
-def _left(error: BaseException) -> RunOver:
+def _make_end(error: BaseException) -> RunOver:
     """The message to other hosts when host 0 ends by an error of its own."""
     text = f"host 0: {error}" if isinstance(error, SuperstepError) else "host 0 has left the run"
     return RunOver(Cause(text, is_mistake=isinstance(error, UserError)))
 
 
-def _followed(here: ThisHost[J]) -> int:
+def _follow(here: ThisHost[J]) -> int:
     """Any other host."""
     hosts = here.hosts
     door = SecureListener((here.address, 0), hosts.secret, HELLO, here.keeper.enters, here.console.say)
@@ -129,7 +129,9 @@ def _followed(here: ThisHost[J]) -> int:
         is_complete=lambda: _is_complete(here.resolved, here.console),
     )
     try:
-        return _ending(attend(hosts.number, here.name, member.orders, member.told, here, here.console.say), here)
+        return _ending(
+            attend(hosts.number, here.name, member.orders, member.handle_event, here, here.console.say), here
+        )
     finally:
         member.close()
         door.close()
@@ -149,12 +151,12 @@ def _is_complete(run: Resolved, console: Console) -> bool:
 
 def _ending(over: RunOver, here: ThisHost[J]) -> int:
     if over.cause is not None:
-        error = raised(over.cause)
+        error = make_error(over.cause)
         if here.job is not None:
-            ended(error, here.job.folder, here.console, here.verb)
+            end_by_signal(error, here.job.folder, here.console, here.verb)
         raise error
     if here.is_stopped and here.job is not None:
-        return stopped(here.job.folder, here.console, here.verb)
+        return end_by_stop(here.job.folder, here.console, here.verb)
     if here.job is not None:
         here.console.say(f"\nResults: {here.job.folder.root}")
     return 0

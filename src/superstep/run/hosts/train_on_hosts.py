@@ -17,7 +17,7 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
 from superstep.run.hosts.elastic import plans_of
 from superstep.run.job import TrainJob, watch_of
-from superstep.run.prepare_job import Tokens, prepared_job
+from superstep.run.prepare_job import Tokens, prepare_job
 from superstep.run.rank import rank
 from superstep.run.recover import Recovery
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -62,9 +62,9 @@ class TrainOnHosts:
         """The plan for each number of hosts."""
         return plans_of(self.run, self._hosts)
 
-    def prepared(self) -> AbstractContextManager[TrainJob | None]:
+    def prepare(self) -> AbstractContextManager[TrainJob | None]:
         """The job on host 0, with the run's directory locked; None for a complete run."""
-        return prepared_job(self.run, self._tokens, self._console, hosts=self._hosts)
+        return prepare_job(self.run, self._tokens, self._console, hosts=self._hosts)
 
     def facts(self, job: TrainJob, go: StartRanks) -> bytes:
         """Facts of host 0's job for the other hosts, as a message."""
@@ -97,17 +97,17 @@ class TrainOnHosts:
             earlier_s=facts.earlier_s,
         )
 
-    def started(self, job: TrainJob, given: Orders, snapshots: Handles | None) -> TrainJob:
+    def start_job(self, job: TrainJob, given: Orders, snapshots: Handles | None) -> TrainJob:
         """The job of ranks that are started now."""
         go, checkpoint = given.go, given.facts_of(FACTS).checkpoint
         recovered = None
         if go.lost is not None:
             step = None if go.state is None else go.state[0]
             recovered = Recovery(step, go.lost.text, go.lost.at_s, is_gain=go.lost.is_gain)
-        planned = self._planned(job, len(go.crew(self._hosts)))
+        planned = self._plan_for(job, len(go.crew(self._hosts)))
         return replace(planned, checkpoint=checkpoint, recovered=recovered, epoch=go.epoch, snapshots=snapshots)
 
-    def _planned(self, job: TrainJob, hosts: int) -> TrainJob:
+    def _plan_for(self, job: TrainJob, hosts: int) -> TrainJob:
         """The job with the plan for ``hosts`` hosts."""
         if hosts == self._hosts:
             return job

@@ -11,7 +11,7 @@ from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import Prediction
 from superstep.cost.program.time.traffic import traffic
-from superstep.observe.page.report import spent_parts
+from superstep.observe.page.report import split_step
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 
@@ -56,7 +56,7 @@ def foretold(
         "batch": fullest.batch,
     }
     sizes = {name: size for name, size in (staying | within).items() if size}
-    spent_s = spent_parts(prediction.timeline)
+    spent_s = split_step(prediction.timeline)
     if prediction.before_s:
         spent_s["log-probabilities"] = prediction.before_s
     return PredictionParts(spent_s, sizes, carried)

@@ -49,10 +49,10 @@ def leave_report(folder: RunFolder) -> None:
 
 
 def _write_report(folder: RunFolder) -> None:
-    write_whole(folder.report, report_page([run_told(folder, ran=read_recorded(folder))]))
+    write_whole(folder.report, report_page([load_reported_run(folder, ran=read_recorded(folder))]))
 
 
-def run_told(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
+def load_reported_run(folder: RunFolder, *, ran: Timeline | None = None) -> ReportedRun:
     """The content of a run's folder.
 
     Raises:

@@ -50,7 +50,7 @@ class _Samples:
     def __init__(self, folder: RunFolder, prompt: str) -> None:
         self._folder, self._prompt = folder, prompt
         sampled = {line["step"] for line in read(folder.samples)} if folder.samples.is_file() else set()
-        self._done = {each for each in self._kept() if each[0] in sampled}
+        self._done = {each for each in self._list_checkpoints() if each[0] in sampled}
         self._is_last, self._is_over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="superstep-samples", daemon=True)
         self._thread.start()
@@ -67,7 +67,7 @@ class _Samples:
         self._is_last.set()
         self._thread.join()
 
-    def _kept(self) -> set[tuple[int, int]]:
+    def _list_checkpoints(self) -> set[tuple[int, int]]:
         """Checkpoints by their step and folder: a run after a rollback makes another one of the same name."""
         kept = set()
         for place in checkpoints(self._folder.checkpoints):
@@ -78,7 +78,7 @@ class _Samples:
     def _run(self) -> None:
         while not self._is_over.is_set():
             is_last = self._is_last.is_set()
-            newest = max(self._kept(), default=None)
+            newest = max(self._list_checkpoints(), default=None)
             if newest is not None and newest not in self._done:
                 self._done.add(newest)
                 self._sample(newest[0])
@@ -103,7 +103,7 @@ class _Samples:
         out, errors = (text.decode(errors="replace").rstrip("\n") for text in output)
         if process.returncode == 0:
             self._tell({"step": step, "text": out})
-        elif step in dict(self._kept()):  # else it was removed meanwhile, by a newer one
+        elif step in dict(self._list_checkpoints()):  # else it was removed meanwhile, by a newer one
             self._tell({"step": step, "why": errors.rpartition("\n")[2] or f"exit status {process.returncode}"})
 
     def _output_of(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes] | None:

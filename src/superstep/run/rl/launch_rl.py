@@ -18,7 +18,7 @@ from superstep.run.reports.samples import sampling
 from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.snapshots.background_checkpoint import rank_memories
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
-from superstep.tune.rl.job import RlJob, relaunched
+from superstep.tune.rl.job import RlJob, relaunch
 
 
 def launch_rl(job: RlJob, console: Console) -> int | None:
@@ -69,6 +69,6 @@ def _attempt(job: RlJob, console: Console, lost: Recovery | None) -> bool:
 
 def _after_loss(job: RlJob, lost: Recovery) -> RlJob:
     """The job of ranks after a loss."""
-    again = relaunched(job, lost.step)
+    again = relaunch(job, lost.step)
     resumed = Resumed(step=again.program.cursor.step, path="", lost=lost.lost, passed_over=lost.passed_over)
     return replace(again, resumed=replace(resumed, lost_at_s=lost.lost_at_s))

@@ -15,7 +15,7 @@ from superstep.run.disk_check import require_disk
 from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
-from superstep.run.rl.resolve_recipe import resolved_rl
+from superstep.run.rl.resolve_recipe import resolve_rl
 from superstep.state.checkpoint import read_position
 from superstep.state.verify import newest, verify
 from superstep.train.resume import pass_over
@@ -30,7 +30,7 @@ from superstep.tune.rl.job import RlJob, job_of, own_ranks
 
 
 @contextmanager
-def prepared_rl_job(
+def prepare_rl_job(
     recipe: RlRecipe,
     kernels: Path | None,
     console: Console,
@@ -49,7 +49,7 @@ def prepared_rl_job(
         ranks: how many ranks another launcher has started; None if Superstep starts them.
         hosts: how many hosts share the ranks; with several, only the launcher of host 0 calls this.
     """
-    run, start = resolved_rl(recipe, ranks, hosts)
+    run, start = resolve_rl(recipe, ranks, hosts)
     config = run.config
     if (shorter := shorter_sequences(recipe, config, USUAL_TOKENS)) is not None:
         console.say(shorter)

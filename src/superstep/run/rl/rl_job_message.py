@@ -8,7 +8,7 @@ import msgspec
 
 from superstep.comm.codec import Codec
 from superstep.grade.config import GradeConfig
-from superstep.launch.torchrun import StoredValue, stored_message
+from superstep.launch.torchrun import StoredValue, make_stored_message
 from superstep.plan.config_io import parse_config, write_config
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config
@@ -78,5 +78,5 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-RL_JOB: StoredValue[RlJob | None] = stored_message(Codec(RlJobMessage | None), _message_of, _job_of)
+RL_JOB: StoredValue[RlJob | None] = make_stored_message(Codec(RlJobMessage | None), _message_of, _job_of)
 """A job, or None for a complete run. ``decode`` raises ConfigError where its configuration cannot be resolved."""

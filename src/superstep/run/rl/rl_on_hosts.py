@@ -15,8 +15,8 @@ from superstep.launch.ranks import RankWorld
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.rl.prepare_rl import prepared_rl_job
-from superstep.run.rl.resolve_recipe import resolved_rl
+from superstep.run.rl.prepare_rl import prepare_rl_job
+from superstep.run.rl.resolve_recipe import resolve_rl
 from superstep.run.rl.rl_rank import VERB, run_worlds
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles
@@ -24,7 +24,7 @@ from superstep.state.verify import newest
 from superstep.train.run_folder.folder_watch import FolderWatch
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.rl.config import RlRecipe
-from superstep.tune.rl.job import RlJob, continue_from, left_of
+from superstep.tune.rl.job import RlJob, continue_from, find_remaining
 
 
 class RlFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +57,7 @@ class RlOnHosts:
     verb = VERB
 
     def __init__(self, recipe: RlRecipe, hosts: int, kernels: Path | None, console: Console) -> None:
-        self.run, self._start = resolved_rl(recipe, hosts=hosts)
+        self.run, self._start = resolve_rl(recipe, hosts=hosts)
         self._recipe, self._hosts, self._kernels, self._console = recipe, hosts, kernels, console
 
     @property
@@ -70,9 +70,9 @@ class RlOnHosts:
         """The settings that all hosts must have in common, besides those of the plan."""
         return f"{self._recipe.rl}{self._recipe.rollout}{self._recipe.grade}"
 
-    def prepared(self) -> AbstractContextManager[RlJob | None]:
+    def prepare(self) -> AbstractContextManager[RlJob | None]:
         """The job on host 0, with the run's directory locked; None for a complete run."""
-        return prepared_rl_job(self._recipe, self._kernels, self._console, hosts=self._hosts)
+        return prepare_rl_job(self._recipe, self._kernels, self._console, hosts=self._hosts)
 
     def facts(self, job: RlJob, go: StartRanks) -> bytes:
         """Facts of host 0's job for the other hosts, as a message."""
@@ -93,7 +93,7 @@ class RlOnHosts:
         run = replace(self.run, config=replace(self.run.config, state=state))
         folder = RunFolder(root=facts.dir)
         rollout = replace(self._recipe.rollout, pages=facts.pages)
-        program, tasks = left_of(run, self._recipe.rl, rollout, folder, facts.step)
+        program, tasks = find_remaining(run, self._recipe.rl, rollout, folder, facts.step)
         return RlJob(
             run=run,
             rl=self._recipe.rl,
@@ -107,14 +107,18 @@ class RlOnHosts:
             kernels=self._kernels,
         )
 
-    def started(self, job: RlJob, given: Orders, snapshots: Handles | None) -> RlJob:
+    def start_job(self, job: RlJob, given: Orders, snapshots: Handles | None) -> RlJob:
         """The job of ranks that are started now."""
         go, facts = given.go, given.facts_of(FACTS)
         recovered, resumed = None, None
         if go.lost is not None:
             recovered = None if go.state is None else go.state[0]
-            told = Resumed(step=facts.step, path="", lost_at_s=go.lost.at_s)
-            resumed = replace(told, joined=go.lost.text) if go.lost.is_gain else replace(told, lost=go.lost.text)
+            resumed_event = Resumed(step=facts.step, path="", lost_at_s=go.lost.at_s)
+            resumed = (
+                replace(resumed_event, joined=go.lost.text)
+                if go.lost.is_gain
+                else replace(resumed_event, lost=go.lost.text)
+            )
         now = replace(job, checkpoint=facts.checkpoint, recovered=recovered, resumed=resumed)
         return continue_from(replace(now, epoch=go.epoch, snapshots=snapshots), facts.step)
 

@@ -68,7 +68,7 @@ def rl_rank(world: World, job: RlJob, console: Console) -> bool:
     train = reinforce if job.rollout.placement == "shared" else train_apart
     with _faults(world), listening(world.stop), hold_shared(job.folder), ExitStack() as stack:
         report = RlReport(world, job, console, stack)
-        is_stopped = train(world, job, report.learnt, report.write, report.retried)
+        is_stopped = train(world, job, report.learnt, report.write, report.report_retry)
         if not is_stopped:
             report.finish()
         return is_stopped
@@ -101,9 +101,9 @@ class RlReport:
         self._sink: Sink = Fanout(())
         self._lock = threading.Lock()
         if world.rank == 0:
-            self._sink = self._opened(world, stack)
+            self._sink = self._open_sinks(world, stack)
 
-    def _opened(self, world: World, stack: ExitStack) -> Sink:
+    def _open_sinks(self, world: World, stack: ExitStack) -> Sink:
         folder, observe = self._job.folder, self._job.run.config.observe
         is_resumed = folder.metrics.exists()
         convention = "not told of steps that sample as well"
@@ -166,7 +166,7 @@ class RlReport:
             )
         )
 
-    def retried(self, verdict: Verdict) -> None:
+    def report_retry(self, verdict: Verdict) -> None:
         """Report a failed grader; the answer is graded again."""
         self.write(Retried(step=self._step, why=verdict.why))
 

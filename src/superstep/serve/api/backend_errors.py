@@ -10,7 +10,7 @@ from superstep.http.request_error import RequestError
 from superstep.serve.api.backend import BackendAway, BackendBusy
 
 
-def refused_by_backend(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
+def make_backend_refusal(error: SuperstepError, *, names: Mapping[str, str] | None = None) -> RequestError:
     """The client's error for one of the backend or of the text part.
 
     Args:

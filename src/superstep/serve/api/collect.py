@@ -26,7 +26,7 @@ class Usage:
         if news.index in self._firsts:
             self.cached += news.cached_tokens
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """In OpenAI's form."""
         return {
             "prompt_tokens": self.prompt,

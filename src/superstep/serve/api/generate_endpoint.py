@@ -22,7 +22,7 @@ from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError, show
 from superstep.http.sse import Form, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.api.collect import Usage, collect
 from superstep.serve.api.generation import (
     SEEDS,
@@ -30,7 +30,7 @@ from superstep.serve.api.generation import (
     AnswerUpdate,
     answers,
     choices_of,
-    drawn_seed,
+    draw_seed,
     finite,
     warn_of_cut,
 )
@@ -91,7 +91,7 @@ async def generate(request: Request, service: AppState) -> Response:
     generation = await read_request(await read_json(request, service.limits), service)
     form: Form = "sse" if "text/event-stream" in request.headers.get("accept", "") else "lines"
     if generation.fields.stream:
-        response = await stream_response(request, stream(generation, service, form), refused_by_backend, form)
+        response = await stream_response(request, stream(generation, service, form), make_backend_refusal, form)
     else:
         response = respond(await until_gone(request, whole(generation, service)))
     return warn_of_cut(response, generation.fields.sampling.max_tokens, generation.asks)
@@ -102,7 +102,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> GenerateReque
     fields = read_model(GenerateFields, body)
     adapter = _adapter(fields, service)
     prompts = prompts_of(fields.prompt)
-    seed = value_or(fields.sampling.seed, drawn_seed())
+    seed = value_or(fields.sampling.seed, draw_seed())
     sampling = sampling_of(fields.sampling, seed, service)
     await check_constraint(sampling.constraint, service, param="sampling.constraint")
     asks: list[AnswerRequest] = []
@@ -120,7 +120,7 @@ async def read_request(body: dict[str, Any], service: AppState) -> GenerateReque
             asks += choices_of(first, fields.n, len(prompts), service)
         except ConfigError as error:
             names = {name: f"sampling.{name}" for name in SamplingFields.model_fields}
-            raise refused_by_backend(error, names=names) from None
+            raise make_backend_refusal(error, names=names) from None
     return GenerateRequest(fields=fields, asks=asks, seed=seed)
 
 
@@ -181,7 +181,7 @@ def columns(tokens: Sequence[TokenOutput]) -> dict[str, Any]:
     }
 
 
-def told(news: AnswerUpdate, ask: AnswerRequest, *, is_first: bool) -> dict[str, Any]:
+def answer_json(news: AnswerUpdate, ask: AnswerRequest, *, is_first: bool) -> dict[str, Any]:
     """An update of an answer as JSON."""
     piece = {"index": ask.index} | columns(news.tokens) | {"finish": news.finish, "stop": news.stop}
     if is_first:
@@ -196,8 +196,10 @@ async def whole(generation: GenerateRequest, service: AppState) -> dict[str, Any
     """The response, once all answers have ended."""
     usage = Usage(generation.asks, generation.fields.n)
     wholes = await collect(generation.asks, service, usage)
-    told_of = [told(one.news(ask.index), ask, is_first=True) for ask, one in zip(generation.asks, wholes, strict=True)]
-    return {"answers": told_of, "seed": generation.seed, "usage": usage.told()}
+    answers = [
+        answer_json(one.news(ask.index), ask, is_first=True) for ask, one in zip(generation.asks, wholes, strict=True)
+    ]
+    return {"answers": answers, "seed": generation.seed, "usage": usage.to_json()}
 
 
 async def stream(generation: GenerateRequest, service: AppState, form: Form) -> AsyncGenerator[bytes, None]:
@@ -207,6 +209,6 @@ async def stream(generation: GenerateRequest, service: AppState, form: Form) -> 
     async with aclosing(answers(generation.asks, service)) as pieces:
         async for news in pieces:
             usage.add(news)
-            yield event(told(news, generation.asks[news.index], is_first=news.index in silent), form)
+            yield event(answer_json(news, generation.asks[news.index], is_first=news.index in silent), form)
             silent.discard(news.index)
-    yield event({"seed": generation.seed, "usage": usage.told()}, form)
+    yield event({"seed": generation.seed, "usage": usage.to_json()}, form)

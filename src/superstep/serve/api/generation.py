@@ -193,14 +193,14 @@ async def hear(ask: AnswerRequest, service: AppState, keep: Callable[[AnswerUpda
     """The same, passing each update on as it comes: no task wakes up before the last one."""
     following = AnswerFollower(ask, service)
 
-    def heard(progress: RequestUpdate) -> bool:
+    def take_progress(progress: RequestUpdate) -> bool:
         news = following.read(progress)
         keep(news)
         return news.finish is not None
 
     try:
         await service.backend.hear(
-            ask.prompt, ask.sampling, heard, priority=ask.priority, adapter=ask.adapter, salt=ask.salt
+            ask.prompt, ask.sampling, take_progress, priority=ask.priority, adapter=ask.adapter, salt=ask.salt
         )
     finally:
         following.end()
@@ -284,7 +284,7 @@ def read(
     )
 
 
-def drawn_seed() -> int:
+def draw_seed() -> int:
     """A random seed for a request without one."""
     return random.SystemRandom().getrandbits(64)
 

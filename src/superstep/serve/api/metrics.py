@@ -34,8 +34,8 @@ class ServeMetrics:
         self._model = backend.info.name
 
         def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            found = Histogram(name, about, ["model_name"], registry=self.registry, buckets=buckets)
-            return found.labels(self._model)
+            histogram = Histogram(name, about, ["model_name"], registry=self.registry, buckets=buckets)
+            return histogram.labels(self._model)
 
         def counter(name: str, about: str, *labels: str) -> Counter:
             return Counter(name, about, ["model_name", *labels], registry=self.registry)

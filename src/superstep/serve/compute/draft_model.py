@@ -52,7 +52,7 @@ class _Run:
         allowed = None
         if self.form is not None:
             try:
-                allowed = self.form.allowed()
+                allowed = self.form.compute_mask()
             except ConfigError:
                 self.form = None
         context = SamplingContext(self.live.request.prompt, [*self.live.drawn, *self.guesses], allowed)
@@ -101,7 +101,7 @@ class DraftModel:
             self._go_on(fed, [_Fed(run.live.known + place - 1, (run.guesses[-1],)) for run in fed])
         return {run.live.id: run.guesses for run in runs if run.count}
 
-    def judged(self, request: int, guessed: int, stood: int) -> None:
+    def judge(self, request: int, guessed: int, stood: int) -> None:
         """Note the requests of which all draft tokens were accepted: the last one's key may be missing."""
         if request in self._unfed and guessed == stood:
             self._behind.add(request)

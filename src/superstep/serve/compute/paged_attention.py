@@ -140,9 +140,9 @@ def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: 
     piece = max(1, MASKED_ROWS // group)
     for at in range(0, q_nCNH.shape[1], piece):
         here = slice(at, at + piece)
-        is_seen = (place_L < ends_nC[:, here, None]) & (place_L >= starts_nC[:, here, None])
+        is_visible = (place_L < ends_nC[:, here, None]) & (place_L >= starts_nC[:, here, None])
         rows = _rows(q_nCNH[:, here], k_nLKH.shape[2])
-        mixed = fused_attention(rows, k_nKLH, v_nKLH, is_seen.repeat(1, group, 1)[:, None])
+        mixed = fused_attention(rows, k_nKLH, v_nKLH, is_visible.repeat(1, group, 1)[:, None])
         out[:, here] = _unrows(mixed, group)
     return out
 

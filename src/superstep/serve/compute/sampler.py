@@ -333,10 +333,10 @@ def change_logits(logits_V: Tensor, sampling: Sampling, context: SamplingContext
     if tokens := sorted({*used, *counts, *biases}):
         changes = [[token, token in used, counts[token], biases[token]] for token in tokens]
         sent_C4 = send(torch.tensor(changes, dtype=torch.float64), scores_V.device)
-        token_C, is_seen_C, times_C, bias_C = sent_C4.unbind(-1)
+        token_C, has_occurred_C, times_C, bias_C = sent_C4.unbind(-1)
         at_C, by = token_C.long(), sampling.repetition_penalty
         old_C = scores_V[at_C]
-        old_C = torch.where(is_seen_C > 0, torch.where(old_C > 0, old_C / by, old_C * by), old_C)
+        old_C = torch.where(has_occurred_C > 0, torch.where(old_C > 0, old_C / by, old_C * by), old_C)
         penalty_C = sampling.presence_penalty + sampling.frequency_penalty * times_C.float()
         scores_V[at_C] = old_C - torch.where(times_C > 0, penalty_C, 0.0) + bias_C.float()
     if context.allowed is not None:

@@ -13,7 +13,7 @@ from superstep.comm.mesh import Group
 from superstep.engine.exact.layer_settings import settings_without_gradients
 from superstep.engine.exact.modules import exact_layers
 from superstep.engine.flat.layout import lay_out
-from superstep.engine.layer_table import left_to_loss
+from superstep.engine.layer_table import keep_for_loss
 from superstep.engine.layers.implementation import Implementation, install
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.errors import StateError
@@ -108,7 +108,7 @@ def _unit(
     computing: tuple[Implementation, ...] = ()
     if grain is not None:
         exact = settings_without_gradients(module, grain, rules, tp)
-        computing = left_to_loss(module, spec) + exact_layers(spec, exact)
+        computing = keep_for_loss(module, spec) + exact_layers(spec, exact)
     around: tuple[Implementation, ...] = ()
     if tp is not None:
         seams = OVER_TP if grain is None else EXACT_OVER_TP

@@ -17,7 +17,7 @@ class Matcher(Protocol):
     def is_done(self) -> bool:
         """Whether the answer must end here."""
 
-    def allowed(self) -> Tensor:
+    def compute_mask(self) -> Tensor:
         """The mask of allowed next tokens: bool [V].
 
         Raises:

@@ -51,7 +51,7 @@ class Drafter(Protocol):
     def guess(self, budget: DraftBudget) -> Mapping[int, Sequence[int]]:
         """Exactly as many tokens as ``budget.counts`` says. Called for every step, before it is computed."""
 
-    def judged(self, request: int, guessed: int, stood: int) -> None:
+    def judge(self, request: int, guessed: int, stood: int) -> None:
         """Report how many of a request's draft tokens were accepted."""
 
     def forget(self, request: int) -> None:
@@ -77,7 +77,7 @@ class NgramDrafter:
         """The matched tokens, cut to the budget."""
         return {request: self._drafts[request][:count] for request, count in budget.counts.items()}
 
-    def judged(self, request: int, guessed: int, stood: int) -> None:
+    def judge(self, request: int, guessed: int, stood: int) -> None:
         """Nothing to learn: the text stays the same."""
 
     def forget(self, request: int) -> None:
@@ -101,7 +101,7 @@ class DraftPace:
         """Whether a request with ``known`` tokens pauses."""
         return known < self._until
 
-    def judged(self, known: int, stood: int) -> None:
+    def judge(self, known: int, stood: int) -> None:
         """Note that ``stood`` draft tokens of a step were accepted, at ``known`` tokens."""
         self._misses = max(0, self._misses - stood) if stood else min(MOST_MISSES, self._misses + 1)
         self._until = 0 if stood else known + 2**self._misses
@@ -155,8 +155,8 @@ class Speculation:
         self.drafts += 1
         self.drafted_tokens += len(guessed)
         self.accepted_tokens += stood
-        self._paces[live.id].judged(live.known, stood)
-        self._guesser.judged(live.id, len(guessed), stood)
+        self._paces[live.id].judge(live.known, stood)
+        self._guesser.judge(live.id, len(guessed), stood)
 
     def forget(self, request: int) -> None:
         """Drop a request that ended or was preempted."""

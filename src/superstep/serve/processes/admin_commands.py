@@ -83,7 +83,7 @@ class AdminCommands:
         self._number += 1
         number = self._number
         answer: asyncio.Future[EngineStatus] = asyncio.get_running_loop().create_future()
-        # Set before the state is read: ranks lost from now on are reported by ``lost``.
+        # Set before the state is read: ranks lost from now on are reported by ``report_loss``.
         self._pending[number] = (command, answer)
         state = state_of()
         if state != "ready":
@@ -145,7 +145,7 @@ class AdminCommands:
         if self._asleep is not None:
             self._send(messages.RunCommand(NOBODY, self._asleep))
 
-    def lost(self) -> None:
+    def report_loss(self) -> None:
         """The ranks are lost."""
         away = BackendAway(
             "the engine was lost on the way; its weights are the last that were accepted. Ask again.", rank=0

@@ -308,7 +308,7 @@ class EngineClient:
         self._pipe = None
         if self._state == "ready":
             self._state = "restarting"
-            self._deeds.lost()
+            self._deeds.report_loss()
             lost = BackendAway("the engine was lost on the way and is starting again; ask again.", rank=0)
             self._hand([(number, lost) for number in list(self._mail)])
 

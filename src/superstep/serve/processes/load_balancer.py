@@ -128,11 +128,11 @@ class LoadBalancer:
         """The same with a callback; see ``Backend``."""
         with self._assign(prompt, sampling, adapter, salt) as (member, came):
 
-            def hears(news: RequestUpdate) -> bool:
+            def take_update(news: RequestUpdate) -> bool:
                 came(news)
                 return heard(news)
 
-            await member.hear(prompt, sampling, hears, priority=priority, adapter=adapter, salt=salt)
+            await member.hear(prompt, sampling, take_update, priority=priority, adapter=adapter, salt=salt)
 
     @contextmanager
     def _assign(

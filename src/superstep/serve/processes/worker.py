@@ -76,8 +76,8 @@ def obey(engine: InferenceEngine, steward: EngineController, pipe: Connection) -
                 case messages.AbortRequests(requests):
                     for number in requests:
                         engine.abort(number)
-                case messages.RunCommand(number, deed):
-                    steward.ask(number, deed)
+                case messages.RunCommand(number, command):
+                    steward.ask(number, command)
                 case messages.EndEngine():
                     engine.end()
                     return

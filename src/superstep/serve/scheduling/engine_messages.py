@@ -86,7 +86,7 @@ class RunCommand(msgspec.Struct, frozen=True, tag=True):
     """To the engine: an administrator's command. ``CommandDone`` with the same number follows."""
 
     number: int
-    deed: Command
+    command: Command
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -66,7 +66,7 @@ class Pages:
         """Number of pages in use."""
         return self.count - len(self._free)
 
-    def found(self, keys: Iterable[bytes]) -> list[int]:
+    def lookup(self, keys: Iterable[bytes]) -> list[int]:
         """Pages of the longest cached prefix. Read-only."""
         pages = []
         for key in keys:

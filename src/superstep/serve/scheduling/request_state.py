@@ -23,7 +23,7 @@ class LiveRequest:
     Attributes:
         drafts: wanted draft positions after its known tokens.
         guessed: the draft tokens of a step.
-        prompt_told: tokens of the prompt that were reported, if requested; the first has no log-probability.
+        prompt_reported: tokens of the prompt that were reported, if requested; the first has no log-probability.
         is_mixed: whether its keys come from several weights. Such pages are not shared.
     """
 
@@ -46,7 +46,7 @@ class LiveRequest:
         self.drafts = 0
         self.guessed: tuple[int, ...] = ()
         self.cached_tokens = 0
-        self.prompt_told = 1
+        self.prompt_reported = 1
         self.is_mixed = False
         self._page_tokens = page_tokens
         self._ends = set(request.sampling.stop_tokens) | (set() if request.sampling.ignore_eos else set(end_of_text))

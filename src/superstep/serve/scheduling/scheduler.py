@@ -80,7 +80,7 @@ class _Plan:
     def begin(self, request: WaitingRequest) -> bool:
         """Start a waiting request, with as many positions as the step has room for."""
         # A page that another request writes in this step is no longer in the prefix cache.
-        cached = list(takewhile(lambda page: page not in self._taken, self._pages.found(request.page_keys())))
+        cached = list(takewhile(lambda page: page not in self._taken, self._pages.lookup(request.page_keys())))
         first = len(cached) * self._pages.page_tokens
         count = min(request.known - first, self.left_tokens)
         claimed = {page for page in cached if self._pages.is_free(page) and page not in self._claimed}

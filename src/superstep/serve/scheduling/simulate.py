@@ -131,7 +131,8 @@ def simulate(
         entries.append(replace(entry, took_s=price(works[-1])))
         preemptions += book(step, live, clock.running, clock.waiting, pages).preemptions
         clock.run(entries[-1], live)
-    return Simulated(served=tuple(clock.served()), entries=tuple(entries), works=tuple(works), preemptions=preemptions)
+    served = tuple(clock.list_results())
+    return Simulated(served=served, entries=tuple(entries), works=tuple(works), preemptions=preemptions)
 
 
 class _Clock:
@@ -187,7 +188,7 @@ class _Clock:
                 self._pages.release(one.pages)
                 one.restart()
 
-    def served(self) -> Iterator[SimulatedRequest]:
+    def list_results(self) -> Iterator[SimulatedRequest]:
         """Results of each request."""
         for number, one in enumerate(self._arrivals):
             yield SimulatedRequest(

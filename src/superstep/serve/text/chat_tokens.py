@@ -83,7 +83,7 @@ class ChatEncoder:
         for piece, is_marked in pieces:
             rest.append((piece[left:], is_marked))
             left = max(0, left - len(piece))
-        parts = self._encoded(rest, is_amid=bool(before))
+        parts = self._encode_pieces(rest, is_amid=bool(before))
         return PromptPiece(shown[len(before) :], tuple(id_ for ids, _ in parts for id_ in ids))
 
     def turns(self, chats: Sequence[tuple[Chat, Sequence[ChatPrefix]]]) -> list[tuple[list[str], Marks]]:
@@ -111,9 +111,9 @@ class ChatEncoder:
         return ids
 
     def _parts(self, text: str, marks: Marks, *, is_amid: bool) -> Iterator[Part]:
-        return self._encoded(marks.split(text), is_amid=is_amid)
+        return self._encode_pieces(marks.split(text), is_amid=is_amid)
 
-    def _encoded(self, pieces: Iterable[tuple[str, bool]], *, is_amid: bool) -> Iterator[Part]:
+    def _encode_pieces(self, pieces: Iterable[tuple[str, bool]], *, is_amid: bool) -> Iterator[Part]:
         for part, is_marked in pieces:
             # A tokenizer finds an added token that is not special in any text, but not in halves of its spelling.
             halves = (part[:1], part[1:]) if is_marked and part in self._added else (part,)

@@ -10,7 +10,7 @@ MOST_DEPTH = 64
 BARE = frozenset('{}[]:," \t\r\n0123456789+-.eEtrufalsn')
 """All characters outside of strings in JSON."""
 
-Seen = Literal["more", "end", "broken"]
+ScanState = Literal["more", "end", "broken"]
 
 
 class JsonScan:
@@ -25,7 +25,7 @@ class JsonScan:
         self._is_text = False
         self._is_escaped = False
 
-    def see(self, char: str) -> Seen:
+    def see(self, char: str) -> ScanState:
         """Read a character: the value goes on, ends here, or is invalid."""
         if self._is_text:
             return self._see_text(char)
@@ -44,7 +44,7 @@ class JsonScan:
                 return "more" if self._brackets else "end"
         return "more"
 
-    def _see_text(self, char: str) -> Seen:
+    def _see_text(self, char: str) -> ScanState:
         if char < " ":
             return "broken"
         if self._is_escaped:

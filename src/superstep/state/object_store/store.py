@@ -124,14 +124,14 @@ class CheckpointStore:
         with self._asking("read"):
             self._fs.invalidate_cache()
             try:
-                manifest = manifest_of(self._fs.cat_file(self._at(step, MANIFEST)), self.named(step))
+                manifest = manifest_of(self._fs.cat_file(self._at(step, MANIFEST)), self.url_of(step))
                 for name, file in manifest.files.items():
                     if (stored_bytes := self._size(step, name)) != file.bytes:
                         raise DamagedCheckpoint(
-                            f"{self.named(step)} is damaged: {name} has {stored_bytes} bytes, not {file.bytes}"
+                            f"{self.url_of(step)} is damaged: {name} has {stored_bytes} bytes, not {file.bytes}"
                         )
             except FileNotFoundError as error:
-                raise DamagedCheckpoint(f"{self.named(step)} is damaged: it lacks {error.args[-1]}") from error
+                raise DamagedCheckpoint(f"{self.url_of(step)} is damaged: it lacks {error.args[-1]}") from error
         return manifest
 
     def verify(self, step: int) -> Manifest:
@@ -144,13 +144,13 @@ class CheckpointStore:
         with self._asking("read"):
             for name, expected in manifest.beside.items():
                 if digest(self._fs.cat_file(self._at(step, name))) != expected:
-                    raise DamagedCheckpoint(f"{self.named(step)} is damaged: {name} has other bits than were written")
+                    raise DamagedCheckpoint(f"{self.url_of(step)} is damaged: {name} has other bits than were written")
             parts = [(name, 0, file.header_bytes, file.blake2b, "the header") for name, file in manifest.files.items()]
             parts += [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
             for file, offset, size, expected, what in parts:
                 if self._digest(self._at(step, file), offset, size) != expected:
                     raise DamagedCheckpoint(
-                        f"{self.named(step)} is damaged: {what} in {file} has other bits than were written"
+                        f"{self.url_of(step)} is damaged: {what} in {file} has other bits than were written"
                     )
         return manifest
 
@@ -171,7 +171,7 @@ class CheckpointStore:
                 if step is not None and whole and step not in whole[-keep:] and step < whole[-1]:
                     self._remove(step)
 
-    def named(self, step: int) -> str:
+    def url_of(self, step: int) -> str:
         """A checkpoint's URL."""
         return f"{self.url}/{checkpoint_dirs.checkpoint_at(Path(), step).name}"
 

@@ -92,7 +92,7 @@ class Mirror:
 
 
 @contextmanager
-def mirrored(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[None]:
+def mirror_checkpoints(root: Path, store: CheckpointStore | None, keep: int) -> Iterator[None]:
     """Within the block, checkpoints are copied, if there is a store.
 
     Raises:
@@ -125,7 +125,7 @@ def fetch_newest(store: CheckpointStore, root: Path) -> tuple[str, ...]:
             place = store.fetch(step, root)
             verify(place)
         except DamagedCheckpoint as error:
-            warnings.append(f"{store.named(step)} is passed over: {error.why}")
+            warnings.append(f"{store.url_of(step)} is passed over: {error.why}")
             if place is not None:
                 set_aside(place)
         else:

@@ -34,9 +34,9 @@ from superstep.state.snapshots.memory_snapshot import (
     Handles,
     SnapshotMemory,
     WantedSnapshot,
-    damaged_text,
+    describe_damage,
     folder_of,
-    made,
+    make_memories,
     oldest_wanted,
     pieces_of,
 )
@@ -69,7 +69,7 @@ class RankMemories:
 def rank_memories(ranks: int, root: Path, *, keep: int) -> Iterator[RankMemories]:
     """Memories for the block, and checkpoints in ``root`` written from them, of which ``keep`` stay."""
     with ExitStack() as stack:
-        handles, memories = made(ranks)
+        handles, memories = make_memories(ranks)
         for memory in memories:
             stack.callback(memory.close)
         flusher = stack.enter_context(Flusher(memories, root, keep=keep))
@@ -188,7 +188,7 @@ def write_down(
     def confirm() -> None:
         require()
         if find_damaged(parts):
-            raise Fault(f"{damaged_text(position.step)}; it is not written.")
+            raise Fault(f"{describe_damage(position.step)}; it is not written.")
 
     tables, position = [memory.table() for memory, _ in parts], parts[0][0].position(parts[0][1])
     place = checkpoint_at(root, position.step)

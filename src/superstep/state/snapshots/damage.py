@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
-from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common, damaged_text
+from superstep.state.snapshots.memory_snapshot import SnapshotMemory, common, describe_damage
 
 Part = tuple[SnapshotMemory, int]
 """A rank's slot."""
@@ -62,4 +62,4 @@ def void_damaged(memories: Sequence[SnapshotMemory], first: int = 0) -> list[str
 def _void(memory: SnapshotMemory, slot: int, rank: int) -> Iterable[str]:
     step = memory.get(slot, "step")
     memory.void(slot)
-    return (f"rank {rank}: {damaged_text(step)}",)
+    return (f"rank {rank}: {describe_damage(step)}",)

@@ -62,7 +62,7 @@ NOTE_BYTES = 768
 _NOTES = 1024
 _WORD = struct.Struct("<Q")
 _MODULUS = 1 << 64
-_LAID_OUT, _TABLE_BYTES, _TABLE_CRC, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _ASKED = range(0, 56, 8)
+_LAID_OUT, _TABLE_BYTES, _TABLE_CRC, _SLOT_BYTES, _SLOTS_AT, _SLOTS, _REQUESTED = range(0, 56, 8)
 _REFUSED_STEP, _REFUSED_RANK, _FIRST = 56, 64, 72
 PAGE = 4096
 
@@ -143,11 +143,11 @@ class SnapshotMemory:
     @property
     def requested(self) -> int:
         """The step for another host; 0 without a request."""
-        return self._get(_ASKED)
+        return self._get(_REQUESTED)
 
     def request(self, step: int) -> None:
         """Request that the state of a step is kept for another host, once it is copied."""
-        self._put(_ASKED, step)
+        self._put(_REQUESTED, step)
 
     def text(self) -> bytes:
         """The table as text.
@@ -298,7 +298,7 @@ class SnapshotMemory:
         _WORD.pack_into(self.view, at, value)
 
 
-def made(ranks: int, first: int = 0) -> tuple[Handles, list[SnapshotMemory]]:
+def make_memories(ranks: int, first: int = 0) -> tuple[Handles, list[SnapshotMemory]]:
     """Make the memories of ``ranks`` ranks from ``first`` on, owned by this process."""
     handles = [os.memfd_create(f"superstep-rank-{first + rank}") for rank in range(ranks)]
     return Handles(os.getpid(), tuple(handles), first), [SnapshotMemory(handle) for handle in handles]
@@ -310,7 +310,7 @@ def common(memories: Sequence[SnapshotMemory]) -> int | None:
     return max(steps, default=None)
 
 
-def damaged_text(step: int) -> str:
+def describe_damage(step: int) -> str:
     """The message about a damaged slot."""
     return f"the copy of step {step} in memory has other bits than were copied"
 

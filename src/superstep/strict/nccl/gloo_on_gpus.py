@@ -43,14 +43,14 @@ def install(device: ModuleType) -> torch.library.Library:
     library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():  # torch has kernels under these names, for a backend that is not built here
         warnings.simplefilter("ignore")
-        for names, kernel in ((STAGED, staged), (TRANSFERS, refused)):
+        for names, kernel in ((STAGED, make_staged), (TRANSFERS, make_refusal)):
             for name in names:
                 if hasattr(torch.ops.c10d, name):
                     library.impl(name, kernel(name, device), "CUDA", allow_override=True)
     return library
 
 
-def staged(name: str, device: ModuleType) -> Callable[..., Any]:
+def make_staged(name: str, device: ModuleType) -> Callable[..., Any]:
     """A collective by way of the host, which waits for it."""
     operator = getattr(torch.ops.c10d, name).default
     arguments = operator._schema.arguments
@@ -69,7 +69,7 @@ def staged(name: str, device: ModuleType) -> Callable[..., Any]:
     return kernel
 
 
-def refused(name: str, device: ModuleType) -> Callable[..., Any]:
+def make_refusal(name: str, device: ModuleType) -> Callable[..., Any]:
     """A transfer, which Gloo does not have."""
 
     def kernel(*given: Any) -> Any:  # noqa: ANN401

@@ -38,7 +38,7 @@ def parameter_use(kernel: Callable[..., Any]) -> ParameterUse:
     returned = (node.value for node in ast.walk(text.function) if isinstance(node, ast.Return) and node.value)
     calls = (node for node in ast.walk(text.function) if isinstance(node, ast.Call))
     return ParameterUse(
-        stored=text.parameters(*(address for call in calls for address in text.stored_arguments(call))),
+        stored=text.parameters(*(address for call in calls for address in text.list_stored_arguments(call))),
         returned=text.parameters(*returned),
     )
 
@@ -69,21 +69,21 @@ class _KernelText:
                 return self._made_of.get(name, frozenset())
             case ast.Call() if _word(value.func) == "load":
                 return frozenset()
-            case ast.Call() if (called := self._called(value.func)) is not None:
-                return self.parameters(*_passed(value, called, parameter_use(called).returned))
+            case ast.Call() if (called := self._find_function(value.func)) is not None:
+                return self.parameters(*_match_arguments(value, called, parameter_use(called).returned))
             case _:
                 return self.parameters(*ast.iter_child_nodes(value))
 
-    def stored_arguments(self, call: ast.Call) -> list[ast.expr]:
+    def list_stored_arguments(self, call: ast.Call) -> list[ast.expr]:
         """Arguments that a call writes through: the address of a store, or those that the called function writes
         through.
         """
         if _word(call.func).startswith(STORES):
             return [call.func, *call.args[:1], *(each.value for each in call.keywords if each.arg == "pointer")]
-        called = self._called(call.func)
-        return [] if called is None else _passed(call, called, parameter_use(called).stored)
+        called = self._find_function(call.func)
+        return [] if called is None else _match_arguments(call, called, parameter_use(called).stored)
 
-    def _called(self, name: ast.expr) -> Callable[..., Any] | None:
+    def _find_function(self, name: ast.expr) -> Callable[..., Any] | None:
         """The Python function of a call; None for Triton's own."""
         match name:
             case ast.Name(id=word):
@@ -96,7 +96,7 @@ class _KernelText:
         return function if inspect.isfunction(function) and not function.__module__.startswith("triton.") else None
 
 
-def _passed(call: ast.Call, called: Callable[..., Any], names: frozenset[str]) -> list[ast.expr]:
+def _match_arguments(call: ast.Call, called: Callable[..., Any], names: frozenset[str]) -> list[ast.expr]:
     """The arguments of a call for some parameters."""
     if any(isinstance(argument, ast.Starred) for argument in call.args):
         return [*call.args, *(each.value for each in call.keywords)] if names else []

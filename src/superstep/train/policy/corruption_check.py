@@ -123,7 +123,7 @@ class Integrity:
         """Whether the state after a step is checked; always before it is saved."""
         return self.every is not None and (is_saved or step % self.every == 0)
 
-    def resolved(self, step: int) -> Corruption | None:
+    def decide(self, step: int) -> Corruption | None:
         """Decide an earlier corruption from recomputed steps, once they reach its step. Every rank calls
         this together.
         """
@@ -146,23 +146,23 @@ class Integrity:
         place = {part: number for number, part in enumerate(self._shared)}
         mine = [(number, part) for number, part in enumerate(map(part_of, pieces)) if part in place]
 
-        def sent(numbers: Iterable[int]) -> torch.Tensor:
+        def as_tensor(numbers: Iterable[int]) -> torch.Tensor:
             return send(torch.tensor([*numbers], dtype=torch.int64), device)
 
-        at = sent(number for number, _ in mine)
-        slots = sent(place[part] for _, part in mine)
-        count = sent(len(self._holders[part]) for _, part in mine)
+        at = as_tensor(number for number, _ in mine)
+        slots = as_tensor(place[part] for _, part in mine)
+        count = as_tensor(len(self._holders[part]) for _, part in mine)
         kinds: tuple[Kind, ...] = (*self._engine.state_kinds, "gradient")
         vector = torch.zeros(len(place) + len(kinds), dtype=torch.int64, device=device)
         vector[slots] = sums[at]
         salted = sums * send(salts(pieces), device)
         for number, kind in enumerate(kinds):
-            of_kind = sent(n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner)
+            of_kind = as_tensor(n for n, piece in enumerate(pieces) if piece.kind == kind and piece.is_owner)
             vector[len(place) + number] = salted[of_kind].sum()
         summed = sum_over(vector, self._engine.mesh.world)
         prints = dict(zip(kinds, map(fingerprint_text, summed[len(place) :].tolist()), strict=True))
         state = sums[: len(self._state)]
-        wrong = self._find_changed(step, self._own.changed(state))
+        wrong = self._find_changed(step, self._own.find_changed(state))
         if wrong is not None:
             return prints, wrong
         # Equal copies sum to a multiple of each; 64-bit overflow is the same on both sides.
@@ -190,7 +190,7 @@ class Integrity:
         """
         if self._sums is None or not self._sums.are_known:
             return ""
-        corruption = self._find_changed(step + 1, self._sums.changed(bit_sums(self._state)))
+        corruption = self._find_changed(step + 1, self._sums.find_changed(bit_sums(self._state)))
         if corruption is None:
             return ""
         self._corruption = corruption
@@ -224,7 +224,7 @@ class Integrity:
         return self._sums
 
     @property
-    def has_found(self) -> bool:
+    def has_detected(self) -> bool:
         """Whether the last step detected a corruption."""
         return self._corruption is not None
 
@@ -249,7 +249,7 @@ class Integrity:
                     self._holders.setdefault(part, []).append(rank)
             self._shared = sorted(part for part, ranks in self._holders.items() if len(ranks) > 1)
             if self.every is not None:
-                self._sums = StateSums(self._state, self._engine.trained_buffers())
+                self._sums = StateSums(self._state, self._engine.list_trained_buffers())
                 self._engine.optimizer.watcher = self._sums
         return self._pieces
 

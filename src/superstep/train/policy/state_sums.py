@@ -52,7 +52,7 @@ class StateSums:
         """Drop the sums: the state is written outside of an update."""
         self._sums = self._has_changed = None
 
-    def changed(self, sums: Tensor) -> Tensor:
+    def find_changed(self, sums: Tensor) -> Tensor:
         """Pieces that something else changed, bool [pieces]; all False without sums.
 
         Args:

@@ -75,9 +75,9 @@ class StepPolicy:
         if result.refused == DIFFERS:
             assert rows_of is not None
             self.integrity.note_recomputed(self._recheck.blame(rows_of, objective, step))
-        if result.refused and self.spikes.rules is None and not self.integrity.has_found:
+        if result.refused and self.spikes.rules is None and not self.integrity.has_detected:
             raise Fault(result.refused, rank=self._rank, step=step)
 
-    def skipped(self, result: StepResult, step: int) -> SkippedStep:
+    def make_skipped(self, result: StepResult, step: int) -> SkippedStep:
         """The record of a rejected step."""
         return SkippedStep(step, result.refused, result.loss, result.grad_norm, self.integrity.take())

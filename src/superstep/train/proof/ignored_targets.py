@@ -90,7 +90,7 @@ class Ragged:
         return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)
 
 
-def ragged_batches(source: BatchSource, steps: int) -> tuple[Batch, ...]:
+def make_ragged_batches(source: BatchSource, steps: int) -> tuple[Batch, ...]:
     """Whole global batches of the first steps, ``Ragged``."""
     ragged = Ragged(source)
     size = ragged.batch_sequences

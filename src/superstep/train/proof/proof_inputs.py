@@ -15,7 +15,7 @@ from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.compare import has_same_roundings, reference_yardstick
-from superstep.train.proof.ignored_targets import documents_begun, ragged_batches
+from superstep.train.proof.ignored_targets import documents_begun, make_ragged_batches
 from superstep.train.proof.prove_tolerance import prove, write_one_rank, write_reference
 from superstep.train.proof.reference import reference_validation
 from superstep.train.proof.stream import plain_split
@@ -79,7 +79,7 @@ class Cases:
         train = replace(config.train, steps=max(config.train.steps, self._steps), eval_batches=validated)
         if train.weight_decay > 0:
             train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
-        batches = ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
+        batches = make_ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
         kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
         folder = self._root / kind
         if folder not in self._known:
@@ -135,7 +135,7 @@ def prove_case(world: World, case: ProofCase) -> ProofVerdict:
     )
 
 
-def compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
+def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     """What was compared, one line each."""
     steps, train = len(case.batches), case.run.config.train
     yield (

@@ -139,12 +139,11 @@ def prove_exact(world: World, run: Resolved, batches: Sequence[Batch], folder: P
         resumed = Engine(run, units_of(run), mesh)
         position = load(relay.take, resumed.pieces(), RankPeers(world.rank, world.size))
         resumed.note_loaded(position.step)
-        again, found_again = follow_run(resumed, mesh, run, batches, folder, relay.step, world, None)
+        again, differences_again = follow_run(resumed, mesh, run, batches, folder, relay.step, world, None)
     finally:
         mesh.destroy()
     straight, after = (
-        [d for part in gather(differences, list[BitDifference]) for d in part]
-        for differences in (different, found_again)
+        [d for part in gather(each, list[BitDifference]) for d in part] for each in (different, differences_again)
     )
     return ExactVerdict(
         compared=sum(gather(compared + again, int)),
@@ -178,7 +177,7 @@ def follow_run(  # noqa: PLR0913
         bits.number("norm", result.grad_norm)
         bits.compare(engine.pieces(["weight"]))
         compared += bits.compared
-        differences += bits.found
+        differences += bits.differences
         if relay is not None and relay.leave is not None and step + 1 == relay.step:
             _save(engine, world, relay.leave, relay.step)
     return compared, differences
@@ -191,7 +190,7 @@ class _Bits:
         self._step = step
         self._path = path
         self.compared = 0
-        self.found: list[BitDifference] = []
+        self.differences: list[BitDifference] = []
 
     def number(self, kind: str, value: float) -> None:
         stored = "grad_norm" if kind == "norm" else kind
@@ -211,7 +210,7 @@ class _Bits:
         differing = int((ours.contiguous().view(bits) != theirs.contiguous().view(bits)).sum())
         if differing:
             largest = float((ours.double() - theirs.double()).abs().max())
-            self.found.append(
+            self.differences.append(
                 BitDifference(step=self._step, kind=kind, name=name, differing=differing, largest=largest)
             )
 

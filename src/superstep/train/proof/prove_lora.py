@@ -19,7 +19,7 @@ from superstep.plan.model.shape import ModelShape
 from superstep.serve.batch_generate import generate
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.request import Request, Sampling
-from superstep.train.proof.prove_serving import Told
+from superstep.train.proof.prove_serving import TextLogprobs
 
 ADAPTERS = ("one", "other")
 RANKS = (8, 3)
@@ -38,9 +38,9 @@ class AdapterTexts:
         plain: without an adapter, in the same steps.
     """
 
-    alone: list[Told]
-    adapted: list[Told]
-    plain: list[Told]
+    alone: list[TextLogprobs]
+    adapted: list[TextLogprobs]
+    plain: list[TextLogprobs]
 
 
 def write_adapters(root: Path, shape: ModelShape) -> None:
@@ -81,6 +81,6 @@ def beside_adapters(engine: InferenceEngine, texts: Sequence[Sequence[int]], roo
     return AdapterTexts(alone, [(0, output) for output in logprobs[0::3]], [(0, output) for output in logprobs[1::3]])
 
 
-def losses_of(texts: Sequence[Told]) -> Tensor:
+def losses_of(texts: Sequence[TextLogprobs]) -> Tensor:
     """Losses of whole texts in training's format: [B, S]."""
     return -torch.tensor([logprobs for _, logprobs in texts], dtype=torch.float32)

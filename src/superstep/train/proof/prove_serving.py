@@ -173,14 +173,14 @@ class KnownTexts:
             ]
         return drafts
 
-    def judged(self, request: int, guessed: int, stood: int) -> None:
+    def judge(self, request: int, guessed: int, stood: int) -> None:
         """Nothing to learn."""
 
     def forget(self, request: int) -> None:
         """Nothing to drop."""
 
 
-Told = tuple[int, tuple[float, ...]]
+TextLogprobs = tuple[int, tuple[float, ...]]
 """The first position with a log-probability of the next token, and these."""
 
 Open = Callable[[], InferenceEngine]
@@ -210,9 +210,9 @@ def _sampling(number: int, tokens: int) -> Sampling:
     return Sampling(max_tokens=tokens, seed=number, ignore_eos=True)
 
 
-def told_of(
+def serve_logprobs(
     opened: Open, way: ServingPath, texts: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]
-) -> list[Told]:
+) -> list[TextLogprobs]:
     """The log-probabilities of texts from ``answers``, computed on this path. Empty for a text with other
     drawn tokens.
     """
@@ -272,7 +272,7 @@ class ServingComparison:
     first: tuple[int, int] | None
 
 
-def compare(way: str, trained: Tensor, served: Sequence[Told]) -> ServingComparison:
+def compare(way: str, trained: Tensor, served: Sequence[TextLogprobs]) -> ServingComparison:
     """Compare the log-probabilities of a path with the losses of training, [B, S]."""
     compared = differing = 0
     largest, first = 0.0, None

@@ -114,11 +114,11 @@ def go_again(
     try:
         stop = (count + 1) // 2
         bits, validation = _loop(world, run, folder, corpus, range(count), stop)
-        rerun = _first(_differing(bits, before, _shown_steps(before, 0)))
+        rerun = _first(_differing(bits, before, _list_shown_steps(before, 0)))
         resumed = ""
         if not rerun and stop < count:
             bits, _ = _loop(world, run, folder, corpus, range(stop, count), stop)
-            resumed = _first(_differing(bits, before, _shown_steps(before, stop)))
+            resumed = _first(_differing(bits, before, _list_shown_steps(before, stop)))
         if not rerun and not resumed:
             served = _check_served(world, run, checkpoint_at(RunFolder(root=folder).checkpoints, stop), corpus)
             restart = True if stop < count else None
@@ -135,13 +135,13 @@ def go_again(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shown_steps(before: Bits, start: int) -> list[tuple[int, str]]:
+def _list_shown_steps(before: Bits, start: int) -> list[tuple[int, str]]:
     """Bits that the training loop shows from step ``start`` on: no gradients."""
     return [(step, what) for step, what in before if step >= start and not what.startswith("gradient")]
 
 
-def _reran(found: Bits, before: Bits) -> RestartResult:
-    first = _first(_differing(found, before, before))
+def _reran(bits: Bits, before: Bits) -> RestartResult:
+    first = _first(_differing(bits, before, before))
     return RestartResult(is_rerun_same=not first, first=first)
 
 

@@ -21,9 +21,9 @@ def leaving_words(folder: RunFolder, launch: Callable[[], T]) -> T:
     try:
         return launch()
     except Fault as fault:
-        if fault.said and folder.program.is_file():  # a run that has not begun leaves no record
+        if fault.record and folder.program.is_file():  # a run that has not begun leaves no record
             try:
-                write_whole(folder.fault, fault.said)
+                write_whole(folder.fault, fault.record)
             except Fault:  # such as a full disk, which then is the original fault
                 raise fault from None
             fault.adding(

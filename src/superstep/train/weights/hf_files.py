@@ -60,7 +60,7 @@ def hf_files(config: RunConfig, shape: ModelShape | None, tokenizer: Path) -> di
     return files | {
         "config.json": _text({**to_hf_config(shape), **ids}),
         "generation_config.json": _text(
-            {**_known_ids(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}
+            {**_find_known_ids(ids), **padding, **generation, "eos_token_id": ids["eos_token_id"]}
         ),
     }
 
@@ -90,7 +90,7 @@ def _with(ends: list[int], more: list[int]) -> list[int]:
     return ends + [each for each in more if each not in ends]
 
 
-def _known_ids(ids: dict[str, Any]) -> dict[str, Any]:
+def _find_known_ids(ids: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in ids.items() if value is not None}
 
 

@@ -18,7 +18,7 @@ from superstep.engine.tracing.trace_units import operations_of
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.errors import ConfigError
 from superstep.model.axes import units
-from superstep.model.custom.inspect import outline_of, passed
+from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.user_model import load_units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
@@ -49,7 +49,7 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
         )
     run = resolve(config, world, outline_of(specs, source))
     rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
-    between = passed(specs, rows, torch.float32, source)
+    between = pass_through(specs, rows, torch.float32, source)
     _check_logits(config, between[-1].shape)
     if config.data.is_masked:
         _check_documents(config, specs)
@@ -84,7 +84,9 @@ def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
             )
     rows = torch.empty(2, tokens, dtype=torch.long, device="meta")
     given = {**GIVEN, "positions": torch.empty_like(rows)}
-    passed(specs, rows, torch.float32, f"{source}, data.document_mask = true, positions {list(rows.shape)}", given)
+    pass_through(
+        specs, rows, torch.float32, f"{source}, data.document_mask = true, positions {list(rows.shape)}", given
+    )
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:

@@ -62,15 +62,15 @@ class _Lane:
         self.held: int | None = None
         self.trained = program.cursor.step
         self.saved = program.cursor.step
-        self.seen: set[Instruction] = set()
+        self.issued: set[Instruction] = set()
 
     def run(self, i: Instruction) -> str:
         """Advance by one instruction; returns the rule that it breaks, or an empty text."""
         if not isinstance(i, _KINDS[self.lane]):
             return f"lane {self.lane} does none of these"
-        if i in self.seen and not isinstance(i, ins.Swap):
+        if i in self.issued and not isinstance(i, ins.Swap):
             return "the same was done before"
-        self.seen.add(i)
+        self.issued.add(i)
         match i:
             case ins.Sample(group, version):
                 return self._away("sample") or self._sample(group, version)

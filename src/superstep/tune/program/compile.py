@@ -44,7 +44,7 @@ def after(program: Iterations, done: Sequence[Instruction]) -> Cursor:
 
 def _share_version(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
     """Sampling for all steps of one version, then these steps."""
-    wanted = _wanted_groups(schedule, cursor)
+    wanted = _list_wanted_groups(schedule, cursor)
     yield from (ins.Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for step in range(cursor.step, schedule.steps):
         for version in [version for version in wanted if version <= step]:
@@ -61,7 +61,7 @@ def _share_version(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction
 
 
 def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted_groups(schedule, cursor)
+    wanted = _list_wanted_groups(schedule, cursor)
     yield from (ins.Retire(version) for version in sorted(cursor.published - wanted.keys()))
     for version, groups in wanted.items():
         yield ins.Take(version)
@@ -70,7 +70,7 @@ def _sampler(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
 
 
 def _trainer(schedule: RlSchedule, cursor: Cursor) -> Iterator[Instruction]:
-    wanted = _wanted_groups(schedule, cursor).keys() - cursor.published
+    wanted = _list_wanted_groups(schedule, cursor).keys() - cursor.published
     if cursor.step in wanted:
         yield ins.Publish(cursor.step)
     for step in range(cursor.step, schedule.steps):
@@ -86,7 +86,7 @@ def _save(schedule: RlSchedule, step: int) -> Iterator[ins.Save]:
         yield ins.Save(step)
 
 
-def _wanted_groups(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
+def _list_wanted_groups(schedule: RlSchedule, cursor: Cursor) -> dict[int, list[int]]:
     """The groups that are still to be sampled, by version, the oldest first."""
     groups: dict[int, list[int]] = {}
     for step in range(cursor.step, schedule.steps):

@@ -39,7 +39,7 @@ from superstep.tune.rl.job import (
     worker_settings,
 )
 from superstep.tune.rl.memory_budget import beside_communicators, sampler_plan
-from superstep.tune.rl.policy_trainer import PolicyTrainer, started_trainer
+from superstep.tune.rl.policy_trainer import PolicyTrainer, start_trainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import RolloutLog
 from superstep.tune.rl.rollout_worker import RolloutWorker
@@ -150,7 +150,7 @@ class ColocatedRank:
         patience = WaitLimit(self._timeout_s)
         verdicts = from_first(
             self._trainer.peers.rank,
-            lambda beat_s: self._grading.graded(numbers, beat_s, patience),
+            lambda beat_s: self._grading.collect(numbers, beat_s, patience),
             list[tuple[Verdict, ...]],
             self._training.require_folder,
         )
@@ -182,7 +182,7 @@ def reinforce(
     environment = EnvironmentProcess(job.rl.environment, job.rollout.reply_timeout_s)
     words = words_of(job.start)
     job = _with_room(world, job)
-    trainer = started_trainer(world, job)
+    trainer = start_trainer(world, job)
     seed = job.run.config.train.seed
     serve = serve_of(job.run, job.rollout, job.kernels)
     seat = RolloutWorker(world, worker_settings(job, serve), words, environment)

@@ -68,7 +68,7 @@ class Grading:
         pending = self._pending.get(self._record.task(place), [])
         return place in self._record.groups and all(one.done() for one in pending)
 
-    def graded(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
+    def collect(self, places: Sequence[int], beat_s: float, patience: WaitLimit) -> list[tuple[Verdict, ...]] | None:
         """The grades of recorded groups; None if some are missing after ``beat_s``.
 
         Raises:
@@ -88,7 +88,7 @@ class Grading:
                     late = f"the grader has no grades of task {number} after {patience.seconds:g} s."
                     raise Fault(late) from None
             if pending:
-                self._record.graded(number, tuple(one.result() for one in pending))
+                self._record.record_grades(number, tuple(one.result() for one in pending))
                 del self._pending[number]
         return [self._record.verdicts[place] for place in places]
 

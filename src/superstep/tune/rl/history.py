@@ -88,7 +88,7 @@ def read_history(rollouts: Path, metrics: Path, groups: int) -> History:
     """
     history = History()
     if rollouts.is_file():
-        _each(rollouts, lambda told: _of_record(history, told))
+        _each(rollouts, lambda record: _of_record(history, record))
     if metrics.is_file():
         lines = list(jsonl.read(metrics))
         spent = {line["step"]: line for line in lines if line.get("event") == "step"}

@@ -114,7 +114,7 @@ def job_of(  # noqa: PLR0913
     with EnvironmentProcess(rl.environment, rollout.reply_timeout_s) as environment:
         require_pure(environment, run.config.train.seed)
     step = 0 if checkpoint is None else read_position(checkpoint).step
-    program, tasks = left_of(run, rl, rollout, folder, step)
+    program, tasks = find_remaining(run, rl, rollout, folder, step)
     require_snapshot_room(program, run, folder.root)
     ranks = run.plan.mesh.world + own_ranks(rollout)
     # Only a GPU's own rank knows its free memory.
@@ -139,7 +139,7 @@ def job_of(  # noqa: PLR0913
     )
 
 
-def left_of(
+def find_remaining(
     run: Resolved, rl: RlConfig, rollout: RolloutConfig, folder: RunFolder, step: int
 ) -> tuple[Iterations, Mapping[int, int]]:
     """The remaining program after a step, by the record; and the task of each place whose task has another number.
@@ -184,11 +184,11 @@ def leave_out(record: RolloutLog, run: Resolved, rl: RlConfig, step: int) -> Non
 
 def continue_from(job: RlJob, step: int) -> RlJob:
     """The job with the remaining program after a step, according to the record."""
-    program, tasks = left_of(job.run, job.rl, job.rollout, job.folder, step)
+    program, tasks = find_remaining(job.run, job.rl, job.rollout, job.folder, step)
     return replace(job, program=program, tasks=tasks)
 
 
-def relaunched(job: RlJob, recovered: int | None) -> RlJob:
+def relaunch(job: RlJob, recovered: int | None) -> RlJob:
     """The job of restarted ranks: after a snapshot's step, or after the newest checkpoint."""
     checkpoint = newest(job.folder.checkpoints)
     saved = 0 if checkpoint is None else read_position(checkpoint).step

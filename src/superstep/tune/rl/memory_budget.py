@@ -65,7 +65,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     return Sizes(
         weights=(served.linears + served.embedding + (run.trained_numel if run.config.lora else 0)) * served.bytes,
         keys=pages * serve.page_tokens * served.key_bytes,
-        answering=_packed_bytes(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
+        answering=_count_packed_bytes(served, serve, is_host=not gives_back) + _stepping(served, serve, run, rl),
         training=training,
         step=fullest.peak.bytes + fullest.batch + batch_bytes(run, streams=STREAMS),
         asleep=0 if gives_back else training,
@@ -74,7 +74,7 @@ def sizes_of(run: Resolved, serve: ServeConfig, rl: RlConfig, *, pages: int, giv
     )
 
 
-def _packed_bytes(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -> int:
+def _count_packed_bytes(served: RankModelSize, serve: ServeConfig, *, is_host: bool) -> int:
     """A copy of the weights in the layout of a CPU's products: in fast mode, and for a compiled exact step
     (``serve.compute.runner.choose_backend``).
     """

@@ -119,7 +119,7 @@ class RlTraining:
         )
         self._tell(learnt)
         self._trainer.copies.tell(self._report_flushed)
-        if result.is_stop_asked and step + 1 < self._steps:
+        if result.is_stop_requested and step + 1 < self._steps:
             self.save(is_last=True)
             raise RunEnded
         if result.is_copy_refused:
@@ -136,7 +136,7 @@ class RlTraining:
         while True:
             trainer.copies.begin(before, self._report_flushed)
             result = self._step(lessons, version=version, step=step)
-            skipped = policy.skipped(result, step + 1) if result.refused else self._check(result, step + 1)
+            skipped = policy.make_skipped(result, step + 1) if result.refused else self._check(result, step + 1)
             if skipped is None:
                 policy.spikes.took(step + 1, result.loss, result.grad_norm)
                 return result
@@ -148,7 +148,7 @@ class RlTraining:
                 raise back
 
     def _check(self, result: StepResult, step: int) -> SkippedStep | None:
-        is_saved = result.is_stop_asked or result.is_copy_refused or self._trainer.is_saved(step)
+        is_saved = result.is_stop_requested or result.is_copy_refused or self._trainer.is_saved(step)
         loss, norm = result.loss, result.grad_norm
         return check_state(self._trainer, step, self._tell_save, is_saved=is_saved, loss=loss, grad_norm=norm)
 

@@ -126,14 +126,14 @@ class Episode:
         text = self._decoder.decode(ids[:-1] if ids and ids[-1] in self._ends else ids)
         now.text += text
         self._finish = finish
-        return self._check_said(Message("assistant", text))
+        return self._check_message(Message("assistant", text))
 
     def observe(self, messages: Sequence[Message]) -> None:
         """Append the environment's reply to the last turn; the model's next turn follows it."""
         now, last = self._open, self._messages[-1]
         assert last.role == "assistant", "an environment replies to a turn"
         for message in messages:
-            self._check_said(message)
+            self._check_message(message)
         for content in dict.fromkeys((last.content, last.content.strip())):
             # Some templates put a space before a message, which the model has then drawn itself.
             ids_behind = self._encoder.behind(self._chat(len(messages), content), now.text)
@@ -154,7 +154,7 @@ class Episode:
         rollout = Rollout(tuple(self.turns), self._finish, self._violation)
         return TaskAnswer(strands=(*self._strands, self._open.close()), rollout=rollout)
 
-    def _check_said(self, message: Message) -> Message:
+    def _check_message(self, message: Message) -> Message:
         self.turns.append(message)
         self._messages.append(message)
         return message

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from superstep.errors import StateError
 from superstep.grade.task import Message, Rollout
-from superstep.grade.verdict import Verdict, from_told
+from superstep.grade.verdict import Verdict, verdict_from_json
 from superstep.observe.append_file import AppendFile
 from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.state.fsync import sync
@@ -89,13 +89,13 @@ class RolloutLog:
 
     def keep_answers(self, group: TaskGroup) -> None:
         """Record a group's answers."""
-        self.keep(_group_told(group))
+        self.keep(_group_record(group))
 
-    def graded(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
+    def record_grades(self, group: int, verdicts: tuple[Verdict, ...]) -> None:
         """Record a group's grades."""
         spans = [verdict.graded_s for verdict in verdicts if verdict.graded_s is not None]
         took = (min(begin for begin, _ in spans), max(end for _, end in spans)) if spans else None
-        self.keep({"grades": group, "verdicts": [verdict.told() for verdict in verdicts]} | _took(took))
+        self.keep({"grades": group, "verdicts": [verdict.to_json() for verdict in verdicts]} | _took(took))
 
     def exchange(self, place: int, other: int) -> None:
         """Exchange the tasks of two places, with their results."""
@@ -159,18 +159,18 @@ class RolloutLog:
         if self._file is not None:
             self._file.close()
 
-    def keep(self, told: dict[str, Any]) -> None:
+    def keep(self, record: dict[str, Any]) -> None:
         with self.lock:
             if self._file is not None:
-                self._file.append(json.dumps(told, separators=(",", ":")).encode() + b"\n")
-            self._take(told)
+                self._file.append(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+            self._take(record)
 
-    def _take(self, told: dict[str, Any]) -> None:
-        match told:
+    def _take(self, record: dict[str, Any]) -> None:
+        match record:
             case {"group": int(number)}:
-                self.groups[self.place(number)] = _group_of(told)
+                self.groups[self.place(number)] = _group_of(record)
             case {"grades": int(number), "verdicts": list(verdicts)}:
-                self.verdicts[self.place(number)] = tuple(from_told(each) for each in verdicts)
+                self.verdicts[self.place(number)] = tuple(verdict_from_json(each) for each in verdicts)
             case {"exchanged": [int(place), int(other)]}:
                 self._exchange(place, other)
             case {"rolled_back": int(step)}:
@@ -222,7 +222,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     yield from data[:whole].splitlines()
 
 
-def _group_told(group: TaskGroup) -> dict[str, Any]:
+def _group_record(group: TaskGroup) -> dict[str, Any]:
     return {
         "group": group.number,
         "version": group.version,
@@ -245,10 +245,10 @@ def _took(span: tuple[float, float] | None) -> dict[str, Any]:
     return {} if span is None else {"took_s": [round(at_s, 3) for at_s in span]}
 
 
-def _group_of(told: dict[str, Any]) -> TaskGroup:
+def _group_of(record: dict[str, Any]) -> TaskGroup:
     return TaskGroup(
-        number=told["group"],
-        version=told["version"],
+        number=record["group"],
+        version=record["version"],
         answers=tuple(
             TaskAnswer(
                 strands=tuple(
@@ -265,6 +265,6 @@ def _group_of(told: dict[str, Any]) -> TaskGroup:
                     answer.get("violation", ""),
                 ),
             )
-            for answer in told["answers"]
+            for answer in record["answers"]
         ),
     )

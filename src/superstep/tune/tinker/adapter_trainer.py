@@ -23,7 +23,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.trainer import Trainer
 from superstep.train.weights.model import units_of
 from superstep.tune.tinker.config import TinkerConfig
-from superstep.tune.tinker.losses import find_loss, join_measures, lesson, metric_names
+from superstep.tune.tinker.losses import find_loss, join_measures, make_sequence, metric_names
 from superstep.tune.tinker.model_request import ModelRequest, run_of
 from superstep.tune.tinker.pack_sequences import pack_sequences
 from superstep.tune.tinker.proto_messages import ForwardBackward, Numbers, write_output
@@ -101,7 +101,8 @@ class AdapterTrainer(Trainer):
         _, objective = find_loss(request.loss_fn, request.config)
         vocab, most = self.run.shape.vocab, self.run.config.data.sequence_tokens
         lessons = [
-            lesson(datum, at, request.loss_fn, vocab=vocab, most_tokens=most) for at, datum in enumerate(request.data)
+            make_sequence(datum, at, request.loss_fn, vocab=vocab, most_tokens=most)
+            for at, datum in enumerate(request.data)
         ]
         work = self._incremental.look if request.forward_only else self._incremental.add
         loss, tokens = 0.0, 0
@@ -111,7 +112,7 @@ class AdapterTrainer(Trainer):
             try:
                 passed = work(microbatch, objective)
             except RuntimeError as error:
-                raise self._failed(error, request) from error
+                raise self._make_failure(error, request) from error
             counted = int((microbatch.streams["weights"] != 0).sum())
             joined = join_measures(objective, joined, tokens, passed.measures, counted)
             loss, tokens = loss + passed.loss, tokens + counted
@@ -120,7 +121,7 @@ class AdapterTrainer(Trainer):
         metrics = {"loss:sum": loss} | metric_names(objective, joined)
         return write_output([logprobs[at] for at in range(len(lessons))], metrics)
 
-    def _failed(self, error: Exception, request: ForwardBackward) -> Fault:
+    def _make_failure(self, error: Exception, request: ForwardBackward) -> Fault:
         """The error of a failed pass, after dropping its partial gradients."""
         message = str(error).partition("\n")[0]
         if request.forward_only:

@@ -73,11 +73,11 @@ def make_app(service: TinkerService, *, key: str | None = None, entrance: Entran
             return JSONResponse({"status": "draining"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    def guarded(handler: Handler[TinkerService]) -> Handler[TinkerService]:
+    def guard(handler: Handler[TinkerService]) -> Handler[TinkerService]:
         return handler if key is None else with_key(handler, key, KEY_SCHEME)
 
     return http_app.make_app(
-        [(method, ROOT + path, guarded(handler)) for method, path, handler in (("GET", "/healthz", health), *ROUTES)],
+        [(method, ROOT + path, guard(handler)) for method, path, handler in (("GET", "/healthz", health), *ROUTES)],
         service,
         entrance=entrance,
         errors=ERRORS,
@@ -221,7 +221,7 @@ async def _retrieve(request: Request, service: TinkerService) -> Response:
     done, _ = await asyncio.wait([asyncio.wrap_future(future)], timeout=POLL_S)
     if not done:
         return JSONResponse({"type": "try_again", "request_id": number, "queue_state": "active"}, status_code=408)
-    service.desk.given(number)
+    service.desk.note_fetched(number)
     return _outcome(future.result())
 
 

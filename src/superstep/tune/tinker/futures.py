@@ -143,7 +143,7 @@ class RequestQueue:
         with self._lock:
             return self._futures.get(request)
 
-    def given(self, request: str) -> None:
+    def note_fetched(self, request: str) -> None:
         """Note that a result was fetched; the oldest fetched ones are dropped."""
         with self._lock:
             self._left.pop(request, None)

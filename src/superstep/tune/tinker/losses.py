@@ -97,7 +97,7 @@ class TrainingSequence:
     streams: Mapping[str, Numbers]
 
 
-def lesson(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) -> TrainingSequence:
+def make_sequence(datum: Datum, at: int, name: str, *, vocab: int, most_tokens: int) -> TrainingSequence:
     """A sequence, checked against the loss and the model.
 
     Args:

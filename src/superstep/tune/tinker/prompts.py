@@ -22,8 +22,8 @@ def sample_request(body: request_schema.SampleBody, adapter: Path | None, contex
         "prompt_alt_tokens_k": body.prompt_alt_tokens_k != 0,
         "record_stability_info": bool(body.record_stability_info),
     }
-    for name, is_asked in absent.items():
-        if is_asked:
+    for name, is_set in absent.items():
+        if is_set:
             raise ConfigError(f"{name} is not here; leave it out.")
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text":

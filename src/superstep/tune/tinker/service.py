@@ -342,7 +342,7 @@ class TinkerService:
             if path is not None:
                 adapter, _ = self.store.find(path, "sampler_weights")
             context = self._sampler.engine.info.context_tokens
-            self._sampler.ask(sample_request(body, adapter, context), lambda found: tell(reply, found))
+            self._sampler.ask(sample_request(body, adapter, context), lambda samples: tell(reply, samples))
 
         self._submit(name, job, size_bytes)
         return name, [f"{name}:{at}" for at in range(body.num_samples)]

@@ -87,7 +87,7 @@ from superstep.cost.program.buffers import (
     zero_stage,
 )
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
-from superstep.cost.program.lora import kept_inner, kept_inputs, kept_outputs
+from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
@@ -135,7 +135,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
 
 def _block(d: LocalDims, e: int, run: Resolved) -> int:
     shape = run.shape
-    inputs = kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
+    inputs = count_kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
     stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
     attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchange_bytes(d, e, run)
     qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
@@ -143,7 +143,7 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
         feed_forward = ((2 + run.kept.silu) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
-    return stream + attention + qk_norm + _sliding(d, e, run) + feed_forward + kept_inner(run) * e
+    return stream + attention + qk_norm + _sliding(d, e, run) + feed_forward + count_kept_inner(run) * e
 
 
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
@@ -222,8 +222,8 @@ def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
     """Inputs of the products, and gradients of their outputs."""
     shape = run.shape
     if run.config.lora:
-        inner = kept_inner(run)
-        return (sum(kept_inputs(run).values()) + inner) * e, (kept_outputs(run) + inner) * e
+        inner = count_kept_inner(run)
+        return (sum(count_kept_inputs(run).values()) + inner) * e, (count_kept_outputs(run) + inner) * e
     vectors = _vectors(run, d)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from superstep.cost.closed.memory import COMMUNICATOR_BYTES
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import Plan
-from superstep.program.p2p_setup import routes, tied_places
+from superstep.program.p2p_setup import find_tied_places, routes
 
 PAIR_BYTES = 544 * 2**20
 """A communicator of two ranks."""
@@ -59,7 +59,7 @@ def rank_groups(plan: Plan) -> Iterator[Sequence[int]]:
     if "experts" in plan.families:
         made += [mesh.expert_groups(), mesh.sequence_groups()]
     made += [[(ranks[source], ranks[target]) for ranks in stages] for source, target, _ in routes(plan.placement)]
-    made += [[[ranks[each] for each in places] for ranks in stages] for places in tied_places(plan)]
+    made += [[[ranks[each] for each in places] for ranks in stages] for places in find_tied_places(plan)]
     return (ranks for groups in made for ranks in groups if len(ranks) > 1)
 
 

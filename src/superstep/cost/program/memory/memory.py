@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     FP32,
+    count_held_numel,
     family_numel,
     gradient_bytes,
-    held_numel,
     is_exact,
     zero_stage,
 )
@@ -62,7 +62,7 @@ def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | Non
     """Each pipeline rank's memory for the step ``program``; ``sizes`` default to the formulas'."""
     owned = rank_parameters(run)
     peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
-    return tuple(_rank(run, [owned[u] for u in program.held_by(r)], peak) for r, peak in enumerate(peaks))
+    return tuple(_rank(run, [owned[u] for u in program.list_held_units(r)], peak) for r, peak in enumerate(peaks))
 
 
 def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
         for family in run.plan.families:
             ways = run.plan.mesh.shards(family) if run.plan.shards_parameters else 1
             if family != "adapters":
-                numel += sum(family_numel(run, owned[u], family) // ways for u in program.held_by(rank))
+                numel += sum(family_numel(run, owned[u], family) // ways for u in program.list_held_units(rank))
         parts.append(e * numel)
     return tuple(parts)
 
@@ -89,7 +89,7 @@ def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
     for family in run.plan.families:
         sharding = zero_stage(run, family)
         whole = sum(family_numel(run, unit, family) for unit in held)
-        share = sum(held_numel(run, unit, family) for unit in held)
+        share = sum(count_held_numel(run, unit, family) for unit in held)
         if not run.plan.trains(family):
             params += ELEMENT_BYTES[compute] * (share if sharding.shards_parameters else whole)
             continue

@@ -31,5 +31,5 @@ def slots_bytes(run: Resolved) -> int:
     slots = SLOTS + PEER_SLOTS * (run.config.state.peers or 0)
     # Who holds what is the same in the shortest program.
     program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)
-    shares = [sum(share_numel(run, owned[u]) for u in program.held_by(rank)) for rank in range(program.pp)]
+    shares = [sum(share_numel(run, owned[u]) for u in program.list_held_units(rank)) for rank in range(program.pp)]
     return slots * (1 + len(MOMENTS[run.config.train.optimizer])) * FP32 * max(shares)

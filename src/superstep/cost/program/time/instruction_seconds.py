@@ -67,7 +67,7 @@ class InstructionPrices(Protocol):
 def instruction_seconds(run: Resolved, program: Program, source: InstructionPrices) -> PerUnit:
     """Seconds of each instruction of the run's step."""
     owned = rank_parameters(run)
-    held = [[owned[u] for u in program.held_by(rank)] for rank in range(program.pp)]
+    held = [[owned[u] for u in program.list_held_units(rank)] for rank in range(program.pp)]
     tp = CollectiveRanks(run.plan.mesh.tp, 1)
     return PerUnit(
         units=tuple(_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)),
@@ -120,5 +120,5 @@ def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:
         return 0
     # Beside its norms of heads a block has two of the width, the head one. Routers and shared experts see their rank's
     # tokens.
-    seen_in_part = sum(unit.whole for unit in units) if run.shape.moe else 0
-    return seen_in_part + sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)
+    whole_elements = sum(unit.whole for unit in units) if run.shape.moe else 0
+    return whole_elements + sum(max(unit.vectors - 2 * run.shape.width, 0) for unit in units)

@@ -71,7 +71,7 @@ class Prediction:
     @property
     def exposed_s(self) -> float:
         """Communication that no compute hides, mean over the ranks."""
-        spent = self.timeline.spent()
+        spent = self.timeline.measure_uses()
         return sum(sum(s.exposed_s.values()) for s in spent) / len(spent)
 
     @property

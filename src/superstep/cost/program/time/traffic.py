@@ -18,7 +18,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, family_numel, share_numel, trained_families, zero_stage
+from superstep.cost.program.buffers import (
+    ELEMENT_BYTES,
+    FP32,
+    family_numel,
+    list_trained_families,
+    share_numel,
+    zero_stage,
+)
 from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.time.instruction_seconds import partial_elements
 from superstep.cost.program.time.operation import Axis, Operations, UnitOperations, messages
@@ -41,13 +48,13 @@ def traffic(run: Resolved, program: Program, units: Sequence[UnitOperations]) ->
     for rank, instructions in enumerate(program.ranks):
         total: Counter[Axis] = Counter()
         for instruction in instructions:
-            for carried in _carried_bytes(run, program, units, rank, instruction):
+            for carried in _count_carried_bytes(run, program, units, rank, instruction):
                 total[carried.axis] += carried.bytes
         amounts.append({axis: size for axis, size in total.items() if size})
     return tuple(amounts)
 
 
-def _carried_bytes(
+def _count_carried_bytes(
     run: Resolved, program: Program, units: Sequence[UnitOperations], rank: int, i: Instruction
 ) -> Iterator[AxisTraffic]:
     match i:
@@ -65,7 +72,7 @@ def _carried_bytes(
         case ins.Tie(unit):
             yield AxisTraffic("tie", FP32 * share_numel(run, rank_parameters(run)[unit]))
         case ins.ReducePartial():
-            held = [rank_parameters(run)[unit] for unit in program.held_by(rank)]
+            held = [rank_parameters(run)[unit] for unit in program.list_held_units(rank)]
             # Of a sharded gradient each rank sums its own part: the mean over them.
             ways = run.plan.mesh.shards("dense") if zero_stage(run).shards_optimizer else 1
             yield AxisTraffic("tp", FP32 * partial_elements(run, held) // ways)
@@ -80,6 +87,6 @@ def _within(operations: Operations) -> Iterator[AxisTraffic]:
 def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[AxisTraffic]:
     owned = rank_parameters(run)[unit]
     element = ELEMENT_BYTES[run.config.numerics.compute] if is_fetch else FP32
-    for family in run.plan.families if is_fetch else trained_families(run):
+    for family in run.plan.families if is_fetch else list_trained_families(run):
         if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family).shards_optimizer or not is_fetch):
             yield AxisTraffic("shards", element * family_numel(run, owned, family))

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
-from superstep.cost.program.lora import adapted_linears, kept_outputs
+from superstep.cost.program.lora import count_kept_outputs, list_adapted_linears
 from superstep.cost.program.memory.temporaries import CHUNK_TOKENS
 from superstep.cost.program.time.operation import (
     AttentionOperation,
@@ -85,7 +85,7 @@ def _block(run: Resolved) -> UnitOperations:
     owned = rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
     if factors:
-        matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * kept_outputs(run)
+        matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * count_kept_outputs(run)
     added = MemoryOperation(kernel="copy", bytes=2 * FP32 * matrices)
     plain = MemoryOperation(kernel="copy", bytes=e * moved)
     weight: Operations = (*map(_weight_gradient, factors or linears), added)
@@ -130,7 +130,7 @@ def _linears(run: Resolved, d: LocalDims) -> Iterator[MatmulOperation]:
 
 
 def _factors(run: Resolved) -> Iterator[MatmulOperation]:
-    for one in adapted_linears(run):
+    for one in list_adapted_linears(run):
         yield MatmulOperation(rows=one.rows, inner=one.inputs, width=one.rank)
         yield MatmulOperation(rows=one.rows, inner=one.rank, width=one.outputs)
 
@@ -214,7 +214,7 @@ def _head(run: Resolved) -> UnitOperations:
     back = (_input_gradient(logits), *((_weight_gradient(logits),) if is_trained else ()))
     matrix = matrix if is_trained else 0
 
-    def moved(size: int) -> MemoryOperation:
+    def move(size: int) -> MemoryOperation:
         return MemoryOperation(kernel="copy", bytes=size)
 
     is_cut = run.plan.mesh.tp > 1 and run.plan.rules.cut("vocab") == "tp"
@@ -225,16 +225,16 @@ def _head(run: Resolved) -> UnitOperations:
         scaled, copied = (2 * matrix, 3 * matrix) if zero_stage(run).shards_gradients else (0, 0)
         sums = tuple(_over_vocabulary(d.T, CHUNK_TOKENS)) if is_cut else ()
         return UnitOperations(
-            forward=(*entered, logits, *back, moved(norm + loss + 2 * matrix), *sums),
-            backward=(moved(2 * norm + scaled + copied), *leave),
-            weight=(moved(copied),),
+            forward=(*entered, logits, *back, move(norm + loss + 2 * matrix), *sums),
+            backward=(move(2 * norm + scaled + copied), *leave),
+            weight=(move(copied),),
             input_bytes=d.t * d.D * e,
         )
-    added = moved(2 * matrix)
+    added = move(2 * matrix)
     sums = tuple(_over_vocabulary(d.T, d.T)) if is_cut else ()
     return UnitOperations(
-        forward=(*entered, logits, moved(norm + loss), *sums),
-        backward=(*back, moved(2 * (norm + loss)), added, *leave),
+        forward=(*entered, logits, move(norm + loss), *sums),
+        backward=(*back, move(2 * (norm + loss)), added, *leave),
         weight=(*back[1:], added) if is_trained else (),
         input_bytes=d.t * d.D * e,
     )

@@ -16,7 +16,7 @@ from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError
 from superstep.http.sse import DONE, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.api.collect import CollectedAnswer, Usage, collect
 from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, warn_of_cut
 from superstep.serve.api.in_thread import aside, check_constraint, encode_chat
@@ -47,7 +47,7 @@ class ChatRequest:
 async def chat_completions(request: Request, service: AppState) -> Response:
     chat = await read_request(await read_json(request, service.limits), service)
     if chat.fields.stream:
-        response = await stream_response(request, stream(chat, service), refused_by_backend)
+        response = await stream_response(request, stream(chat, service), make_backend_refusal)
     else:
         response = respond(await until_gone(request, whole(chat, service)))
     return warn_of_cut(response, value_or(chat.fields.max_completion_tokens, chat.fields.max_tokens), chat.asks)
@@ -167,7 +167,7 @@ async def whole(chat: ChatRequest, service: AppState) -> dict[str, Any]:
     usage = Usage(chat.asks, len(chat.asks))
     wholes = await collect(chat.asks, service, usage)
     choices = [ChatChoice(ask, chat, service).whole(one) for ask, one in zip(chat.asks, wholes, strict=True)]
-    return _head(chat) | {"choices": choices, "usage": usage.told()}
+    return _head(chat) | {"choices": choices, "usage": usage.to_json()}
 
 
 def _head(chat: ChatRequest) -> dict[str, Any]:
@@ -189,7 +189,7 @@ async def stream(chat: ChatRequest, service: AppState) -> AsyncGenerator[bytes, 
                 yield event(head | {"choices": [chunk]})
             silent.discard(news.index)
     if chat.fields.has_usage:
-        yield event(chat.head | kind | {"choices": [], "usage": usage.told()})
+        yield event(chat.head | kind | {"choices": [], "usage": usage.to_json()})
     yield DONE
 
 

@@ -16,7 +16,7 @@ from superstep.http.limits import read_json
 from superstep.http.request_error import RequestError, show
 from superstep.http.sse import DONE, event, respond, stream_response, until_gone
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.api.collect import Usage, collect
 from superstep.serve.api.generation import AnswerRequest, AnswerUpdate, answers, check_choices, warn_of_cut
 from superstep.serve.api.in_thread import check_constraint, encode
@@ -74,7 +74,7 @@ class CompletionRequest:
 async def completions(request: Request, service: AppState) -> Response:
     completion = await read_request(await read_json(request, service.limits), service)
     if completion.fields.stream:
-        response = await stream_response(request, stream(completion, service), refused_by_backend)
+        response = await stream_response(request, stream(completion, service), make_backend_refusal)
     else:
         response = respond(await until_gone(request, whole(completion, service)))
     return warn_of_cut(response, completion.fields.max_tokens, completion.asks)
@@ -166,7 +166,7 @@ class CompletionChoice:
         self._logprobs = None if top is None else PlainLogprobs(top, service.words)
         self._is_first = True
 
-    def told(self, news: AnswerUpdate) -> dict[str, Any]:
+    def to_json(self, news: AnswerUpdate) -> dict[str, Any]:
         is_first, self._is_first = self._is_first, False
         tokens = () if self._silent else news.tokens
         text = "" if self._silent else news.text
@@ -192,8 +192,8 @@ class CompletionChoice:
         if self._logprobs is None:
             return None
         if is_first and self._fields.echo:
-            return self._logprobs.told(prompt + tokens, first=self._ask.prompt[0])
-        return self._logprobs.told(tokens)
+            return self._logprobs.to_json(prompt + tokens, first=self._ask.prompt[0])
+        return self._logprobs.to_json(tokens)
 
 
 async def whole(completion: CompletionRequest, service: AppState) -> dict[str, Any]:
@@ -203,10 +203,10 @@ async def whole(completion: CompletionRequest, service: AppState) -> dict[str, A
     if completion.is_silent:
         usage.completion = 0
     choices = [
-        CompletionChoice(ask, completion, service).told(one.news(ask.index))
+        CompletionChoice(ask, completion, service).to_json(one.news(ask.index))
         for ask, one in zip(completion.asks, wholes, strict=True)
     ]
-    return completion.head | {"choices": choices, "usage": usage.told()}
+    return completion.head | {"choices": choices, "usage": usage.to_json()}
 
 
 async def stream(completion: CompletionRequest, service: AppState) -> AsyncGenerator[bytes, None]:
@@ -217,9 +217,9 @@ async def stream(completion: CompletionRequest, service: AppState) -> AsyncGener
     async with aclosing(answers(completion.asks, service)) as pieces:
         async for news in pieces:
             usage.add(news)
-            yield event(head | {"choices": [choices[news.index].told(news)]})
+            yield event(head | {"choices": [choices[news.index].to_json(news)]})
     if completion.is_silent:
         usage.completion = 0
     if completion.fields.has_usage:
-        yield event(completion.head | {"choices": [], "usage": usage.told()})
+        yield event(completion.head | {"choices": [], "usage": usage.to_json()})
     yield DONE

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from superstep.http.body_validation import StrictBody, takes, value_or
 from superstep.http.request_error import RequestError
-from superstep.serve.api.generation import SEEDS, drawn_seed
+from superstep.serve.api.generation import SEEDS, draw_seed
 from superstep.serve.api.limits import Limits, biases_of
 from superstep.serve.scheduling.request import MOST_TOP, Constraint, Sampling, SamplingOptions
 
@@ -146,7 +146,7 @@ def constraint_of(fields: Common) -> tuple[str, Constraint | None]:
 
 
 def seed_of(fields: Common) -> int:
-    return drawn_seed() if fields.seed is None else fields.seed % SEEDS
+    return draw_seed() if fields.seed is None else fields.seed % SEEDS
 
 
 def sampling_of(

@@ -40,7 +40,7 @@ class PlainLogprobs:
         self._top, self._words = top, words
         self._characters = 0
 
-    def told(self, tokens: Sequence[TokenOutput], *, first: int | None = None) -> dict[str, Any]:
+    def to_json(self, tokens: Sequence[TokenOutput], *, first: int | None = None) -> dict[str, Any]:
         """The next tokens. ``first``: a token before them without output: a prompt's first."""
         rows: list[tuple[int, TokenOutput | None]] = [] if first is None else [(first, None)]
         rows += [(output.token, output) for output in tokens]

@@ -10,7 +10,7 @@ from typing import Any
 from superstep.errors import ConfigError
 from superstep.http.body_validation import value_or
 from superstep.serve.api.app_state import AppState
-from superstep.serve.api.backend_errors import refused_by_backend
+from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.api.generation import AnswerRequest, choices_of
 from superstep.serve.api.openai.fields import NAMES, Common
 from superstep.serve.scheduling.request import Sampling
@@ -45,7 +45,7 @@ def asks_of(
         try:
             asks += choices_of(first, value_or(fields.n, 1), len(prompts), service)
         except ConfigError as error:
-            raise refused_by_backend(error, names=NAMES | dict(names or {})) from None
+            raise make_backend_refusal(error, names=NAMES | dict(names or {})) from None
     return asks
 
 

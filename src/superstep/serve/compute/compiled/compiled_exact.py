@@ -36,7 +36,7 @@ NO_ADAPTERS = (
 )
 
 MOST_CELLS = 64
-ASKED_TOKENS = 300
+PROBED_TOKENS = 300
 """More than one block of keys."""
 
 WANTED = 8
@@ -142,10 +142,10 @@ def sums_as_torch(library: ctypes.CDLL) -> bool:
     errors, which depend on the order; most sums of a model, rounded to bf16, would hide a difference.
     """
     numbers = torch.Generator().manual_seed(0)
-    x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (ASKED_TOKENS, PIECE // 2))
+    x_TI, weight_OI = (torch.randn(n, PIECE // 2, generator=numbers).bfloat16() for n in (PROBED_TOKENS, PIECE // 2))
     x_TI, weight_OI = torch.cat((x_TI, x_TI), 1), torch.cat((weight_OI, -weight_OI), 1)
     compute = PanelLinear(library, weight_OI, cells=1)
-    counts = 1, WANTED, ASKED_TOKENS
+    counts = 1, WANTED, PROBED_TOKENS
     return all(torch.equal(compute(x), product(x, weight_OI.t()).bfloat16()) for x in (x_TI[:n] for n in counts))
 
 
@@ -156,7 +156,7 @@ def _is_same(
     shape = served.run.shape
     embed, first, *_, head = served.modules
     small = replace(served, modules=(embed, first, head))
-    count = min(ASKED_TOKENS, shape.max_tokens)
+    count = min(PROBED_TOKENS, shape.max_tokens)
     pages = tuple(range(-(-count // page_tokens)))
     memory = {"layers": 1, "pages": len(pages), "page_tokens": page_tokens}
     memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}

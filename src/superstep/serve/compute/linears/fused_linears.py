@@ -50,13 +50,13 @@ class _Row:
 
     def lay_out(self) -> bool:
         """Lay out their current weights as one product; False where the layers are not replaced."""
-        product = self.made(lambda param: param)
+        product = self.make_product(lambda param: param)
         if product is not None:
             self.product.use(product)
         return product is not None
 
     @torch.no_grad()
-    def made(self, value_of: ValueOf) -> Product | None:
+    def make_product(self, value_of: ValueOf) -> Product | None:
         """The product of their weights with these values; None where a layer should not be replaced."""
         return self.pack(*join(self.layers, value_of))
 
@@ -100,7 +100,7 @@ class Linears:
 
     def beside(self, value_of: ValueOf) -> Callable[[], None]:
         """Lay out new weights before the layers have them; the returned function installs the products."""
-        made = [(row.product, row.made(value_of)) for row in self._rows]
+        made = [(row.product, row.make_product(value_of)) for row in self._rows]
 
         def place() -> None:
             self.changes += 1

@@ -107,7 +107,7 @@ class ModelRunner:
         self._begin(rows)
         return self._forward(rows)
 
-    def guessed(self, rows: Rows) -> Tensor:
+    def guess_logits(self, rows: Rows) -> Tensor:
         """The draft model's logits of the wanted rows."""
         assert self._small is not None, "nobody guesses without a small model"
         self._begin(replace(rows, is_draft=True))

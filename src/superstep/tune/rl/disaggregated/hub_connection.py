@@ -141,16 +141,16 @@ class HubConnection:
         except ForeignMessage as error:
             raise Fault(f"the trainer: {error}.") from error.__cause__
         except OSError as error:
-            raise _gone_fault() from error
+            raise _make_gone_fault() from error
 
     def _say(self, message: SamplerHello | FromSampler) -> None:
         try:
             self._wire.say(message)
         except OSError as error:
-            raise _gone_fault() from error
+            raise _make_gone_fault() from error
 
 
-def _gone_fault() -> Fault:
+def _make_gone_fault() -> Fault:
     return Fault("the trainer has gone.")
 
 

@@ -135,7 +135,7 @@ class RolloutHub:
             self._record.publish(version, path)
         self._tell(Version(version, path))
 
-    def wait(self, places: range, beat_s: float, patience: WaitLimit) -> Lesson | None:
+    def wait(self, places: range, beat_s: float, patience: WaitLimit) -> GradedGroups | None:
         """The groups of a step with their grades; None if some are missing after ``beat_s``.
 
         Raises:
@@ -155,7 +155,7 @@ class RolloutHub:
                 if self._news.wait(max(0.0, seconds)):
                     patience.renew()
             self._require_well()
-        verdicts = self._grading.graded(places, until_s - time.monotonic(), patience)
+        verdicts = self._grading.collect(places, until_s - time.monotonic(), patience)
         return None if verdicts is None else ([self._record.groups[place] for place in places], verdicts)
 
     def forget(self, places: range) -> None:
@@ -275,5 +275,5 @@ def _hear(line: SecureChannel, name: str) -> FromSampler:
         raise Fault(f"{name} has gone.") from error
 
 
-Lesson = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
+GradedGroups = tuple[list[TaskGroup], list[tuple[Verdict, ...]]]
 """Groups of a step, and their grades."""
