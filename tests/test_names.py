@@ -43,7 +43,7 @@ def test_a_second_class_of_one_name_is_seen():
 WRITTEN = ("tokens_seen", "found", "found_inf")
 """Names that others read: two fields of events in metrics.jsonl, and an argument of torch's fused AdamW."""
 
-MOST_PARTICIPLES = 12
+MOST_PARTICIPLES = 15
 """Functions that are named by a participle: ``prepared`` where ``prepare`` is meant."""
 
 

@@ -64,7 +64,7 @@ class StepUpdate:
         try:
             mine = context.metrics.numbers(loss)
             self._heart.waits()
-            own_flags = arguments.stop.is_asked, copies is not None and copies.refused is not None
+            own_flags = arguments.stop.is_requested, copies is not None and copies.refused is not None
             square, sums, flags = self.optimizer.sums(mine, self.excess, own_flags)
             self._heart.works()
             self.measures = context.metrics.decode(sums)
@@ -86,7 +86,7 @@ class StepUpdate:
             loss=loss_value,
             grad_norm=norm,
             tokens=arguments.valid_tokens,
-            is_stop_asked=flags[0],
+            is_stop_requested=flags[0],
             is_copy_refused=flags[1],
             measures=self.measures,
             refused=refused,

@@ -154,9 +154,9 @@ class TokenMetrics:
         for m, microbatch in enumerate(self._microbatches):
             rows, *dims = microbatch.targets.shape
             if tp is None:
-                logprobs.append(self.kept(m).view(rows, *dims))
+                logprobs.append(self.read_logprobs(m).view(rows, *dims))
             else:
-                logprobs.append(gather_sequence(self.kept(m).view(rows, dims[0] // tp.size(), *dims[1:]), tp))
+                logprobs.append(gather_sequence(self.read_logprobs(m).view(rows, dims[0] // tp.size(), *dims[1:]), tp))
         return logprobs
 
     def logprobs(self) -> Tensor:

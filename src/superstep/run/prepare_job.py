@@ -10,7 +10,7 @@ from pathlib import Path
 
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import stream_of
-from superstep.observe.goodput import spent_s
+from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
@@ -42,13 +42,13 @@ class RunKind:
     Attributes:
         verb: the words after superstep that resume it.
         files: texts for its directory, by name.
-        lesson: a loss of whole sequences; None for a loss of each target.
+        sequence_loss: a loss of whole sequences; None for a loss of each target.
         length: sets the steps by the tokens.
     """
 
     verb: str = "train"
     files: Mapping[str, str] = field(default_factory=dict)
-    lesson: SequenceLoss | None = None
+    sequence_loss: SequenceLoss | None = None
     length: Length | None = None
 
 
@@ -56,7 +56,7 @@ TRAINING = RunKind()
 
 
 @contextmanager
-def prepared_job(
+def prepare_job(
     run: Resolved,
     tokens: Tokens,
     console: Console,
@@ -112,9 +112,9 @@ def prepared_job(
                 flops_per_token=flops_per_token(run, traced),
                 verb=kind.verb,
                 files=kind.files,
-                lesson=kind.lesson,
+                sequence_loss=kind.sequence_loss,
                 began_at_s=began_at_s,
-                earlier_s=spent_s(folder.metrics),
+                earlier_s=sum_spent_s(folder.metrics),
             )
 
 

@@ -29,7 +29,7 @@ def describe_start(
     """
     prediction = None
     if machine is not None:
-        given = PredictedFrom(is_weighed=job.lesson is not None, plan=job.run.config.plan, machine=machine)
+        given = PredictedFrom(is_weighed=job.sequence_loss is not None, plan=job.run.config.plan, machine=machine)
         write_whole(job.folder.prediction, write_predicted_from(given))
         prediction = predict(job.run, machine, job.operations, is_weighed=given.is_weighed)
     parts = foretold(job.run, job.operations, prediction)

@@ -158,7 +158,7 @@ class RunState:
             self.folder = RunFolder(root=moved.now)
         return moved
 
-    def flushed_to(self, step: int) -> Path | None:
+    def find_flushed(self, step: int) -> Path | None:
         """The checkpoint that was written from a snapshot; None if it was removed with the run directory."""
         place, old_place = (checkpoint_at(each.checkpoints, step) for each in (self.folder, self._began_in))
         if place == old_place:

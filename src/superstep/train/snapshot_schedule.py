@@ -9,7 +9,7 @@ from superstep.comm.objects import RankPeers
 from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.errors import DamagedCheckpoint
 from superstep.state.manifest import Position
-from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, SLOTS, DamagedSnapshot, damaged_text
+from superstep.state.snapshots.memory_snapshot import HOSTS_SLOTS, SLOTS, DamagedSnapshot, describe_damage
 from superstep.train.policy.corruption_check import ranks_text
 
 POLL_S = 0.01
@@ -89,7 +89,7 @@ class SnapshotSchedule:
         is_damaged = peers.gather(self.snapshots.is_damaged(step), bool)
         damaged = [rank for rank, each in enumerate(is_damaged) if each]
         if damaged:
-            raise DamagedCheckpoint(f"{ranks_text(damaged)}: {damaged_text(step)}")
+            raise DamagedCheckpoint(f"{ranks_text(damaged)}: {describe_damage(step)}")
         return self.snapshots.fill(step)
 
     def forget_after(self, step: int) -> None:

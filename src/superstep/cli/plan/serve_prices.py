@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from superstep.cli.arguments.plan_serve import ForecastOptions
 from superstep.comm.device import choose
-from superstep.cost.serve import ComputeMode, published_rate
+from superstep.cost.serve import ComputeMode, rate_published
 from superstep.errors import ConfigError
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.serving_rate import ServingRate
@@ -77,4 +77,4 @@ def _rate(
     number_bytes = 4 if config.compute == "fp32" else 2
     held = float(number_bytes) if not config.quantize else format_named(config.quantize).bytes_per_weight
     way = ComputeMode(name=name, tp=config.tp, block_keys=FAST_BLOCK, is_paged=False)
-    return published_rate(cluster, way, number_bytes=number_bytes, weight_bytes=held), False
+    return rate_published(cluster, way, number_bytes=number_bytes, weight_bytes=held), False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.prove import ProveOptions
 from superstep.cli.flags.new_file import write_new_file
-from superstep.cli.prove.emulated import emulated_lines, is_clean, prove_emulated
+from superstep.cli.prove.emulated import is_clean, prove_emulated, write_emulated_lines
 from superstep.cli.prove.prove_text import sweep_head, sweep_lines, sweep_row, verdict_lines
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World, launch_on
@@ -36,7 +36,7 @@ def prove_on_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int
     _ask_for_one_order()
     with proof_case(run, corpus, steps=options.steps) as case:
         verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
-    for line in (*verdict_lines(case, verdict), *emulated_lines(run, reports)):
+    for line in (*verdict_lines(case, verdict), *write_emulated_lines(run, reports)):
         _say(line)
     if options.out is not None:
         write_new_file(Path(options.out), timeline_text([rank.step.trace for rank in reports]))

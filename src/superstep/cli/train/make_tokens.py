@@ -11,7 +11,7 @@ from superstep.cli.prepare_progress import prepare_with_progress
 from superstep.cli.train.terminal import Terminal
 from superstep.data.preparation.prepare import is_prepared, prepare
 from superstep.plan.resolution.resolve import Resolved
-from superstep.run.exit_messages import ended
+from superstep.run.exit_messages import end_by_signal
 from superstep.run.tokens import tokens_in
 from superstep.train.run_folder.run_lock import note_preparing
 from superstep.train.run_folder.run_paths import RunFolder
@@ -39,6 +39,6 @@ def _make(run: Resolved, folder: RunFolder, kept: Path) -> None:
             note=partial(note_preparing, folder),
         )
     except (KeyboardInterrupt, SystemExit) as error:
-        if (status := ended(error, folder, Terminal(), is_of_torchrun=is_of_torchrun())) is not None:
+        if (status := end_by_signal(error, folder, Terminal(), is_of_torchrun=is_of_torchrun())) is not None:
             raise SystemExit(status) from None
         raise

@@ -15,7 +15,7 @@ from superstep.observe.page.report import report_page
 from superstep.observe.trace import RecordedStep, load_trace
 from superstep.plan.config_io import read_config
 from superstep.program.timeline import Timeline
-from superstep.run.reports.report import run_told
+from superstep.run.reports.report import load_reported_run
 from superstep.train.run_folder.inspect_run import program_of
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 from superstep.train.weights.model import operations, resolve_config
@@ -79,7 +79,7 @@ def _read_prediction(folder: RunFolder, ran: RecordedStep) -> StepView | None:
 def write_report(folder: RunFolder, ran: Timeline | None = None) -> None:
     """Write the run's own page again."""
     if folder.metrics.is_file() and folder.config.is_file():
-        run = run_told(folder, ran=ran)
+        run = load_reported_run(folder, ran=ran)
         try:
             write_whole(folder.report, report_page([run]))
             say(f"the report of the run: {folder.report}\n")

@@ -91,7 +91,7 @@ class Diagnosis:
 
     Attributes:
         findings: empty for a healthy run.
-        spent: each rank's time by use.
+        measure_uses: each rank's time by use.
         is_still: whether there is no progress.
         step_s: the median of the last steps; 0.0 if unknown.
     """

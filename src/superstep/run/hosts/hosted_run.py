@@ -47,7 +47,7 @@ class HostedRun(Protocol[J]):
     def text(self) -> str:
         """The settings that all hosts must have in common, besides those of the plans."""
 
-    def prepared(self) -> AbstractContextManager[J | None]:
+    def prepare(self) -> AbstractContextManager[J | None]:
         """The job on host 0, with the run's directory locked; None for a complete run."""
 
     def facts(self, job: J, go: StartRanks) -> bytes:
@@ -56,7 +56,7 @@ class HostedRun(Protocol[J]):
     def job(self, given: Orders) -> J:
         """The job on another host; raises Fault where the facts are of another kind."""
 
-    def started(self, job: J, given: Orders, snapshots: Handles | None) -> J:
+    def start_job(self, job: J, given: Orders, snapshots: Handles | None) -> J:
         """The job of ranks that are started now."""
 
     def watch(self, job: J) -> FolderWatch:

@@ -64,15 +64,15 @@ class ThisHost(Generic[J]):
         )
         return self.keeper.hello
 
-    def held(self) -> HeldStates:
+    def list_held(self) -> HeldStates:
         """Complete states in the memory of this host."""
-        return self.keeper.held()
+        return self.keeper.list_held()
 
     def fetch(self, order: Fetching) -> None:
         """Fetch a state of its ranks from another host."""
         self.keeper.fetch(order)
 
-    def run(self, given: Orders, cut: Connection, troubled: Callable[[RankFailure], None]) -> bool:
+    def run(self, given: Orders, cut: Connection, on_trouble: Callable[[RankFailure], None]) -> bool:
         """Start its ranks, and wait for them; whether all have finished."""
         if self.job is None:
             self.job = self.kind.job(given)
@@ -81,13 +81,13 @@ class ThisHost(Generic[J]):
         crew = given.go.crew(self.hosts.count)
         at = crew.index(self.hosts.number)
         if given.go.sources:
-            return launch_here("cpu", [self._writes(given, self.job, at)], cut, troubled)[1]
-        job = self.kind.started(self.job, given, self._snapshots(at))
+            return launch_here("cpu", [self._writes(given, self.job, at)], cut, on_trouble)[1]
+        job = self.kind.start_job(self.job, given, self._snapshots(at))
         worlds = list(self._worlds_here(given, at, self.kind.worlds(job, self.console)))
         device = choose(job.run.config.plan.device, sum(each.size for each in worlds))
         self.keeper.begin(given)
         try:
-            value, is_done = launch_here(device, worlds, cut, troubled)
+            value, is_done = launch_here(device, worlds, cut, on_trouble)
         finally:
             self.keeper.rest()
             self.console.restore()

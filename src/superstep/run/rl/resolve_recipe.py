@@ -13,7 +13,7 @@ from superstep.tune.rl.initial_policy import with_start
 from superstep.tune.rl.job import own_ranks
 
 
-def resolved_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
+def resolve_rl(recipe: RlRecipe, ranks: int | None = None, hosts: int = 1) -> tuple[Resolved, Path]:
     """The run of a recipe, and the folder of its initial model.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from superstep.errors import StateError
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.object_store.store import CheckpointStore
-from superstep.state.object_store.store_sync import fetch_newest, mirrored
+from superstep.state.object_store.store_sync import fetch_newest, mirror_checkpoints
 from superstep.train.run_folder.run_lock import hold
 from superstep.train.run_folder.run_paths import RunFolder
 
@@ -50,7 +50,7 @@ def locked_folder(
         say: shows what was fetched.
     """
     state = run.config.state
-    with hold(folder), mirrored(folder.checkpoints, store, state.keep):
+    with hold(folder), mirror_checkpoints(folder.checkpoints, store, state.keep):
         is_fetched = store is not None and state.existing == "resume"
         if store is not None and is_fetched:
             for line in fetch_newest(store, folder.checkpoints):

@@ -205,7 +205,7 @@ class PolicyTrainer(Trainer):
         self._asleep = []
 
 
-def started_trainer(world: World, job: RlJob) -> PolicyTrainer:
+def start_trainer(world: World, job: RlJob) -> PolicyTrainer:
     """The trainer of a training rank, at the place in the run where the job begins."""
     texts = files_beside_start(job.run, job.start) if world.rank == 0 else {}
     trainer = PolicyTrainer(world, job.run, job.folder, texts, temperature=job.rollout.temperature)

@@ -17,7 +17,7 @@ from superstep.tune.program.instructions import Iterations, Publish, Save, Train
 from superstep.tune.program.text import write_iterations
 from superstep.tune.rl.disaggregated.disaggregated import owners_of, require_own_room, samplers_of
 from superstep.tune.rl.disaggregated.hub_messages import RemainingProgram
-from superstep.tune.rl.disaggregated.rollout_hub import Lesson, RolloutHub, TaskWindow
+from superstep.tune.rl.disaggregated.rollout_hub import GradedGroups, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.job import (
@@ -27,7 +27,7 @@ from superstep.tune.rl.job import (
     note_rollback,
     open_log,
 )
-from superstep.tune.rl.policy_trainer import PolicyTrainer, started_trainer
+from superstep.tune.rl.policy_trainer import PolicyTrainer, start_trainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import SNAPSHOTS
 
@@ -87,11 +87,11 @@ class TrainerLane:
         begin_s = time.perf_counter()
         patience = WaitLimit(self._timeout_s)
 
-        def found(beat_s: float) -> Lesson | None:
+        def receive(beat_s: float) -> GradedGroups | None:
             assert self._exchange is not None, "rank 0 has it"
             return self._exchange.wait(numbers, beat_s, patience)
 
-        groups, verdicts = from_first(self._trainer.peers.rank, found, Lesson, self._training.require_folder)
+        groups, verdicts = from_first(self._trainer.peers.rank, receive, GradedGroups, self._training.require_folder)
         self._training.train(step, groups, verdicts, sampling_s=time.perf_counter() - begin_s)
         if self._exchange is not None:
             self._exchange.forget(numbers)
@@ -106,7 +106,7 @@ def train_apart(
 ) -> bool:
     """One training rank, from assembly to the last step; whether it stopped early on request."""
     require_own_room(world, job, "trainer")
-    trainer = started_trainer(world, job)
+    trainer = start_trainer(world, job)
     with ExitStack() as stack:
         graders = None
         if world.rank == 0:
