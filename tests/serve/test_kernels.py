@@ -15,7 +15,7 @@ from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build
 from superstep.serve.compute.linears.fast_linears import make_fast
 from superstep.serve.compute.linears.fused_linears import Linears
-from superstep.serve.compute.linears.onednn_linear import pack_linear
+from superstep.serve.compute.linears.onednn_linear import pack_weight
 from superstep.serve.compute.linears.panel_weights import LARGE, PanelLinear, in_large_pages, in_panels
 from superstep.serve.compute.linears.quantize import format_named, tokens_to_8_bits
 from superstep.serve.compute.sampler import read_rows, read_totals
@@ -45,7 +45,7 @@ def test_products_of_any_number_of_rows(built, rows, outputs, inputs):
     x, weight, bias = (
         t.bfloat16() for t in (numbers(rows, inputs), numbers(outputs, inputs, seed=1), numbers(outputs))
     )
-    product = in_panels(built.library, pack_linear)(weight, bias)
+    product = in_panels(built.library, pack_weight)(weight, bias)
     assert isinstance(product, PanelLinear)
     exact = F.linear(x.double(), weight.double(), bias.double())
     size = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
@@ -70,7 +70,7 @@ def test_products_of_8_bits_are_exact_but_for_one_rounding(built, rows):
 
 
 def test_other_weights_are_laid_out_in_the_other_way(built):
-    pack = in_panels(built.library, pack_linear)
+    pack = in_panels(built.library, pack_weight)
     assert not isinstance(pack(numbers(8, 6).bfloat16(), None), PanelLinear)  # inputs that are no multiple of 4
     assert not isinstance(pack(numbers(8, 64), None), PanelLinear)
     assert make_fast([], BuildResult(None, "no compiler"), quantize="w8a8").product(torch.nn.Linear(1, 1)) is None
@@ -226,7 +226,7 @@ def test_new_weights_count_once_they_are_laid_out(built):
 def test_what_one_call_does_not_compute(built):
     model, shape = decoder(), replace(SHAPES["tiny"], vocab=130)
     modules = [model.embed, *model.block, model.head]
-    assert not can_compile(shape, modules, Linears(modules, pack_linear))  # products of another layout
+    assert not can_compile(shape, modules, Linears(modules, pack_weight))  # products of another layout
     assert not can_compile(
         replace(shape, moe=SHAPES["demo-moe"].moe), modules, make_fast(modules, built, quantize=None)
     )
