@@ -117,4 +117,4 @@ def write_step(step: StepShown) -> str:
 def _choice(asked: RunConfig) -> ChooserEntry:
     run = resolve(asked)
     seen = StepView(run=run, machine=MACHINE, operations=decoder_operations(run), prediction=predict(run, MACHINE))
-    return ChooserEntry(schedule=run.plan.schedule, zero=run.plan.zero, drawn=seen.drawn())
+    return ChooserEntry(schedule=run.plan.schedule, zero=run.plan.zero, drawn=seen.draw())

@@ -89,7 +89,7 @@ def test_what_plans_beside_each_other_share_is_priced_once_to_the_same_bit(name)
     side = side_of(PROBLEMS[name])
     plans = everything(side)
     mixed = np.random.default_rng(0).permutation(len(plans))
-    for of in (side.pricing.seconds, side.pricing.held):
+    for of in (side.pricing.seconds, side.pricing.predict_memory):
         in_order, out_of_order = of(plans), of(plans.take(mixed))
         for field in fields(in_order):
             first, second = (np.broadcast_to(getattr(e, field.name), len(plans)) for e in (in_order, out_of_order))

@@ -118,7 +118,7 @@ class Held:
 class Lead:
     """Host 0's, that keeps what it tells the other hosts at the end."""
 
-    orders = told = None
+    orders = handle_event = None
 
     def __init__(self, *args, **rest):
         self.closed_with = None

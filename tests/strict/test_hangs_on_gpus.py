@@ -138,7 +138,9 @@ def launch(monkeypatch, folder, layout, fault, **lowered):
 
 @pytest.mark.parametrize("fault", [sleeps_in_a_backward_pass, has_a_kernel_without_end])
 def test_the_rank_that_hangs_is_named(monkeypatch, tmp_path, fault):
-    with pytest.raises(RankLost, match=r"instruction backward u\d+ m0.* hangs: no host and no GPU has gone on") as lost:
+    with pytest.raises(
+        RankLost, match=r"instruction backward u\d+ m0.* hangs: no host and no GPU has made progress"
+    ) as lost:
         launch(monkeypatch, tmp_path, ZERO_3, fault, GPU_S=1.0, GPU_TIMES=0.0)
     assert lost.value.rank == ON_RANK
     assert lost.value.step == STEPS

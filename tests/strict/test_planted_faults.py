@@ -57,7 +57,7 @@ FAULTS = {
     plant.changes_what_was_kept_on_a_stream_of_its_own: (
         ZERO_3, r"race: aten::mul.* \(.*plant_on_gpu.py:\d+.*\) writes .* that .* \(superstep/.*\) \w+ on", LATE_S),
     plant.updates_on_a_stream_of_its_own: (
-        ZERO_3, r"race: aten::mul.* \(superstep/engine/engine.py:\d+.*\) reads .* that .* \(superstep/.*\) w", LATE_S),
+        ZERO_3, r"race: aten::mul.* \(.*/token_metrics.py:\d+.*\) reads .* that .* \(superstep/.*\) w", LATE_S),
     plant.frees_what_another_stream_made: (
         ZERO_3, r"is freed \(.*plant_on_gpu.py:\d+.*\) while .* \(.*plant_on_gpu.py:\d+.*\) reads on stream", LATE_S),
     plant.fetches_in_another_order: (

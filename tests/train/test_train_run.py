@@ -301,10 +301,10 @@ def _foreign(place):
     ("make", "message"),
     [
         (_taken, "is a file; name a folder"),
-        (lambda place: _taken(place) + "/run", "cannot be made: Not a directory"),
+        (lambda place: _taken(place) + "/run", "cannot be created: Not a directory"),
         (_foreign, "holds files but no run"),
         (lambda place: "", "is not a path"),
-        (lambda place: "/proc/run", "cannot be made"),
+        (lambda place: "/proc/run", "cannot be created"),
     ],
     ids=["a file", "below a file", "foreign files", "empty", "unwritable"],
 )

@@ -364,7 +364,8 @@ def test_the_hub_takes_nothing_from_who_does_not_know_its_secret(meeting, store)
         hub = ADDRESS.decode(store.get(HUB.format(attempt=0)))
         with pytest.raises(ConnectionError, match="has another secret"):
             ask((hub.host, hub.port), b"another")
-        line().tell(SampledGroup(GROUP))
+        connection = line()  # which lives as long as its messages are read
+        connection.tell(SampledGroup(GROUP))
         waits(exchange, range(3, 4))
 
 

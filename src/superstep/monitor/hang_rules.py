@@ -1,7 +1,7 @@
 """The rules that find the rank that hangs, from the ranks' states: functions without clocks.
 
 A rank that waits for another rank works correctly, and a slow rank makes progress in the end. A rank may hang only once
-no rank of its world has made progress for ``STILL_S``: then every rank that can go on has done so. On a CPU, the rank
+no rank of its world has made progress for ``UNMOVED_S``: then every rank that can go on has done so. On a CPU, the rank
 that hangs then has one of these signs:
 
     held     Its ticker thread wakes up hundreds of times a second and does not get the GIL: C code holds it. If a
@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from superstep.monitor.activity import Activity
 from superstep.monitor.status_page import Heartbeat
 
-STILL_S = 1.0
+UNMOVED_S = 1.0
 """Seconds without progress of any rank, before a rank may hang."""
 
 HELD_S = 1.25
@@ -116,7 +116,7 @@ def who_hangs(ranks: Mapping[int, StalledRank], *, is_whole: bool = True) -> Hun
         ranks: by process.
         is_whole: whether no rank of the world is on another host.
     """
-    if not ranks or any(rank.unmoved_s < STILL_S for rank in ranks.values()):
+    if not ranks or any(rank.unmoved_s < UNMOVED_S for rank in ranks.values()):
         return None
     if any(rank.beat.gpu is not None for rank in ranks.values()):
         return _on_gpus(ranks, is_whole=is_whole)
@@ -173,7 +173,7 @@ def _limit_s(beat: Heartbeat, floor_s: float, times: float, first_s: float) -> f
 def _on_gpus(ranks: Mapping[int, StalledRank], *, is_whole: bool) -> HungRank | None:
     still_s = min(rank.unmoved_s for rank in ranks.values())
     places = {process: _place(rank) for process, rank in ranks.items()}
-    held = {process: place for process, place in places.items() if ranks[process].held_s >= STILL_S}
+    held = {process: place for process, place in places.items() if ranks[process].held_s >= UNMOVED_S}
     works = {process: place for process, place in places.items() if place.doing is Activity.WORKS}
     if not held and (not is_whole or any(place.doing is Activity.OTHER for place in places.values())):
         return None  # the ranks that work may in fact wait for that one, or for one on another host
@@ -193,4 +193,4 @@ def _on_gpus(ranks: Mapping[int, StalledRank], *, is_whole: bool) -> HungRank | 
 
 def _place(rank: StalledRank) -> Heartbeat:
     """The heartbeat with the GPU's place in the program; while the GIL is held, that is unknown: with the host's."""
-    return rank.beat if rank.held_s >= STILL_S else rank.beat.on_gpu()
+    return rank.beat if rank.held_s >= UNMOVED_S else rank.beat.on_gpu()
