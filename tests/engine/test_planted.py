@@ -25,8 +25,10 @@ from superstep.train.run_folder.run_paths import RunFolder
 pytestmark = [pytest.mark.multiproc, pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")]
 
 RANKS = 2
-WITHIN_S = 10.0
-"""On two cores that are busy elsewhere. That it is three seconds by the rules is tested without a clock."""
+WITHIN_S = 14.0
+"""On two cores that are busy elsewhere, where a look may meet a thread that waits for a processor in place of the GIL.
+That it is three seconds by the rules is tested without a clock.
+"""
 FIRST_S = 60.0
 
 

@@ -40,7 +40,7 @@ UNIT, HELD_UNIT = 2, 1
 SKIPPED = Reduce(0)
 """The last sum on its lane, which no other of its size can be taken for."""
 
-SLOW_S, DATA_S, HELD_S = 0.1, 0.05, 6.0
+SLOW_S, DATA_S, HELD_S = 0.1, 0.05, 15.0
 
 
 class Planted:
