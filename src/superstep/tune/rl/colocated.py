@@ -31,8 +31,7 @@ from superstep.tune.rl.grading import Grading, Retried, nothing_retried
 from superstep.tune.rl.job import (
     PROGRAM,
     RlJob,
-    continue_from,
-    note_rollback,
+    follow_rollback,
     open_log,
     serve_of,
     with_room,
@@ -210,10 +209,7 @@ def reinforce(
                 break
             except RunWentBack as back:
                 record.close()
-                if world.rank == 0:
-                    note_rollback(job, back.to_step, back.skip)
-                barrier(world.device)  # the others read it
-                job = continue_from(job, back.to_step)
+                job = follow_rollback(job, back.to_step, back.skip, rank=world.rank, device=world.device)
                 record = _open_log(world, job)
     seat.close()
     trainer.close()

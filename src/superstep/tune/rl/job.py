@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from superstep.comm.device import Device, choose
+from superstep.comm.objects import barrier
 from superstep.errors import ConfigError, StateError
 from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
@@ -196,13 +197,18 @@ def relaunch(job: RlJob, recovered: int | None) -> RlJob:
     return continue_from(replace(job, checkpoint=checkpoint, recovered=recovered), step)
 
 
-def note_rollback(job: RlJob, to_step: int, skip: str) -> None:
-    """Record that the run has gone back, and what it leaves out, in the form of ``train.skip``."""
-    record = RolloutLog(job.folder.root / NAME)
-    record.go_back(to_step)
-    if skip:
-        record.leave_out(skip, job.rl.groups)
-    record.close()
+def follow_rollback(job: RlJob, to_step: int, skip: str, *, rank: int, device: Device) -> RlJob:
+    """The job after the run has gone back to a step. Rank 0 records that, and what the run leaves out, in the form of
+    ``train.skip``. Every rank calls this together.
+    """
+    if rank == 0:
+        record = RolloutLog(job.folder.root / NAME)
+        record.go_back(to_step)
+        if skip:
+            record.leave_out(skip, job.rl.groups)
+        record.close()
+    barrier(device)  # the others read the record
+    return continue_from(job, to_step)
 
 
 def own_ranks(rollout: RolloutConfig) -> int:

@@ -18,11 +18,7 @@ from superstep.tune.rl.colocated import samples_from
 from superstep.tune.rl.disaggregated.disaggregated import require_own_room, samplers_of
 from superstep.tune.rl.disaggregated.hub_connection import HubConnection
 from superstep.tune.rl.disaggregated.hub_messages import Retired, SampledGroup, SamplerHello
-from superstep.tune.rl.job import (
-    RlJob,
-    serve_of,
-    worker_settings,
-)
+from superstep.tune.rl.job import RlJob, serve_of, worker_settings
 from superstep.tune.rl.rollout_worker import RolloutWorker, TrainerLeft
 from superstep.tune.rl.sampling import words_of
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from superstep.comm.objects import barrier
 from superstep.grade.workers.pool import Pool
 from superstep.launch.ranks import World
 from superstep.train.run_folder.folder_watch import FolderWatch
@@ -20,13 +19,7 @@ from superstep.tune.rl.disaggregated.hub_messages import RemainingProgram
 from superstep.tune.rl.disaggregated.rollout_hub import GradedGroups, RolloutHub, TaskWindow
 from superstep.tune.rl.from_rank0 import WaitLimit, from_first
 from superstep.tune.rl.grading import Grading, Retried, nothing_retried
-from superstep.tune.rl.job import (
-    PROGRAM,
-    RlJob,
-    continue_from,
-    note_rollback,
-    open_log,
-)
+from superstep.tune.rl.job import PROGRAM, RlJob, follow_rollback, open_log
 from superstep.tune.rl.policy_trainer import PolicyTrainer, start_trainer
 from superstep.tune.rl.rl_step import RlTraining, RunEnded, RunWentBack, Tell, TellSave, tell_nobody
 from superstep.tune.rl.rollout_log import SNAPSHOTS
@@ -117,10 +110,7 @@ def train_apart(
             end = _train_program(world, job, trainer, training, graders, attempt)
             if end is None or isinstance(end, RunEnded):
                 break
-            if world.rank == 0:
-                note_rollback(job, end.to_step, end.skip)
-            barrier(world.device)  # the others read it
-            job = continue_from(job, end.to_step)
+            job = follow_rollback(job, end.to_step, end.skip, rank=world.rank, device=world.device)
     trainer.close()
     return end is not None
 
