@@ -45,13 +45,7 @@ def require_fit(
     limit = device.free_bytes(ranks) if limit_bytes is None else limit_bytes
     if device.kind == "cpu":
         limit = _beside_snapshots(run, limit)
-
-    def memory(config: RunConfig) -> tuple[RankBytes, ...]:
-        other = run if config is run.config else resolve_config(config)
-        ranks = _memory(other, run, traced)
-        return ranks if device.kind == "cpu" else with_communicators(ranks, other.plan)
-
-    excess = overflow(run.config, memory, limit)
+    excess = _find_overflow(run, traced, limit, has_communicators=device.kind != "cpu")
     if excess is not None:
         raise ConfigError(_refusal(excess))
 
@@ -84,11 +78,7 @@ def require_fit_on_emulated_gpus(run: Resolved, traced: Sequence[UnitOperations]
     """
     if traced is None:
         return
-
-    def memory(config: RunConfig) -> tuple[RankBytes, ...]:
-        return _memory(run if config is run.config else resolve_config(config), run, traced)
-
-    excess = overflow(run.config, memory, gpu_bytes)
+    excess = _find_overflow(run, traced, gpu_bytes, has_communicators=False)
     if excess is not None:
         larger = f"emulate GPUs of at least {math.ceil(excess.needed_bytes / 2**20)}MiB"
         raise ConfigError(_refusal(excess, larger))
@@ -107,6 +97,19 @@ def _beside_snapshots(run: Resolved, limit_bytes: int) -> int:
             f"host, and a rank has {bytes_text(limit_bytes)}; leave it out, or use more ranks or plan.zero above 0."
         )
     return limit_bytes - taken
+
+
+def _find_overflow(
+    run: Resolved, traced: Sequence[UnitOperations], limit_bytes: int, *, has_communicators: bool
+) -> MemoryOverflow | None:
+    """Why the fullest rank does not fit; ``has_communicators``: whether their memory counts."""
+
+    def memory(config: RunConfig) -> tuple[RankBytes, ...]:
+        other = run if config is run.config else resolve_config(config)
+        ranks = _memory(other, run, traced)
+        return with_communicators(ranks, other.plan) if has_communicators else ranks
+
+    return overflow(run.config, memory, limit_bytes)
 
 
 def _memory(other: Resolved, run: Resolved, traced: Sequence[UnitOperations]) -> tuple[RankBytes, ...]:
