@@ -24,6 +24,17 @@ SMALL = (
 )
 
 
+def plant(folder, call, function):
+    """The recipe's own model, with a call in the place of its block's feed-forward, and the called function."""
+    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
+    planted = source.replace("self.mlp(self.norm_2(h_BSD))", call)
+    assert planted != source
+    model = folder / "own_model.py"
+    first, rest = planted.split("\n\n\n", 1)
+    model.write_text(f"{first}\n\n{function}\n\n{rest}", encoding="utf-8")
+    return model
+
+
 def prove(*argv):
     command = [sys.executable, "-m", "superstep", "prove", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
@@ -56,12 +67,7 @@ def test_a_plan_that_is_too_large_for_its_gpus_is_refused_before_it_runs(recipe,
 
 def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
     function = re.search(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)[1]
-    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
-    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(norm_beside(self.norm_2, h_BSD))")
-    assert planted != source
-    model = tmp_path / "own_model.py"
-    first, rest = planted.split("\n\n\n", 1)
-    model.write_text(first + "\n\n" + function + "\n\n" + rest, encoding="utf-8")
+    model = plant(tmp_path, "self.mlp(norm_beside(self.norm_2, h_BSD))", function)
     done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     line = max(n for n, line in enumerate(model.read_text().splitlines(), 1) if line == "        return norm(h_BSD)")
@@ -72,8 +78,6 @@ def test_the_race_of_the_page_is_found_in_a_model_of_ones_own(text, tmp_path):
 
 
 def test_a_race_is_named_too_where_the_run_then_fails(text, tmp_path):
-    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
-    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(self.norm_2(h_BSD)) + fails(h_BSD)")
     beside = """
 def fails(h_BSD):
     if h_BSD.is_cuda:
@@ -85,9 +89,7 @@ def fails(h_BSD):
         raise ArithmeticError("the model fails")
     return 0.0
 """
-    model = tmp_path / "own_model.py"
-    first, rest = planted.split("\n\n\n", 1)
-    model.write_text(first + "\n\n" + beside + "\n\n" + rest, encoding="utf-8")
+    model = plant(tmp_path, "self.mlp(self.norm_2(h_BSD)) + fails(h_BSD)", beside)
     done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
     assert done.returncode == 1
     assert re.match(r"superstep: fault: rank [01]: ArithmeticError: the model fails\n", done.stderr), done.stderr
@@ -100,8 +102,6 @@ def fails(h_BSD):
 
 
 def test_use_of_another_ranks_gpu_is_named_with_its_line(text, tmp_path):
-    source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
-    planted = source.replace("self.mlp(self.norm_2(h_BSD))", "self.mlp(self.norm_2(h_BSD)) + in_a_thread(h_BSD)")
     beside = """
 import threading
 
@@ -113,9 +113,7 @@ def in_a_thread(h_BSD):
         thread.join()
     return 0.0
 """
-    model = tmp_path / "own_model.py"
-    first, rest = planted.split("\n\n\n", 1)
-    model.write_text(first + "\n" + beside + "\n\n" + rest, encoding="utf-8")
+    model = plant(tmp_path, "self.mlp(self.norm_2(h_BSD)) + in_a_thread(h_BSD)", beside)
     done = prove("recipes/own_model.toml", "--model.source", model, *SMALL, *text, "--device", "strict")
     assert done.returncode == 1, done.stdout[-2000:] + done.stderr[-2000:]
     line = next(n for n, line in enumerate(model.read_text().splitlines(), 1) if "target=lambda" in line)
