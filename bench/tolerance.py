@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.machine import write_result
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.launch.ranks import World, launch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
@@ -57,7 +57,7 @@ def batches() -> tuple[Batch, ...]:
     """Made-up tokens."""
     random = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, 64, (SEQUENCES, TOKENS + 1), generator=random) for _ in range(STEPS)]
-    return tuple(Batch(t[:, :-1].contiguous(), t[:, 1:].contiguous(), SEQUENCES * TOKENS) for t in texts)
+    return tuple(Batch({"tokens": t[:, :-1].contiguous()}, t[:, 1:].contiguous(), SEQUENCES * TOKENS) for t in texts)
 
 
 def differences(world: World, runs: Sequence[Resolved], folder: Path) -> list[Difference]:

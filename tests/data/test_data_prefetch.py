@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from superstep.data.batch import Batch
 from superstep.data.prefetch import Prefetcher
-from superstep.data.token_stream import Batch
 from superstep.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class Counting:
             raise RuntimeError(f"cannot read {sample}")
         self.read.append(sample)
         number = torch.full((rows.stop - rows.start, 2), sample)
-        return Batch(number, number, 8)
+        return Batch({"tokens": number}, number, 8)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:

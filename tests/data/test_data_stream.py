@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from superstep.data.batch import Batch
 from superstep.data.shuffle import permute
 from superstep.data.token_files import Corpus, CorpusManifest, Split
-from superstep.data.token_stream import Batch, TokenStream
+from superstep.data.token_stream import TokenStream
 from superstep.numerics.loss import IGNORE
 
 MANIFEST = CorpusManifest(

@@ -21,7 +21,9 @@ def test_a_refused_step_has_no_measures_of_the_step_before():
     engine = Engine(run, units_of(run), build_mesh(run.plan, 0, Device("cpu"), timeout=timedelta(minutes=1)))
     tokens = torch.randint(0, small.VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
     streams = {"advantages": torch.ones(2, 16), "old": torch.zeros(2, 16)}
-    part = Microbatch(tokens=tokens[:, :-1].contiguous(), targets=tokens[:, 1:].contiguous(), streams=streams)
+    part = Microbatch(
+        fields={"tokens": tokens[:, :-1].contiguous()}, targets=tokens[:, 1:].contiguous(), streams=streams
+    )
 
     def step():
         return engine.train_step(

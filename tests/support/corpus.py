@@ -8,7 +8,8 @@ import numpy as np
 import tokenizers
 from tokenizers.models import WordLevel
 
-from superstep.data.token_files import FORMAT, SPLITS, CorpusManifest
+from superstep.data.batch import SPLITS
+from superstep.data.token_files import FORMAT, CorpusManifest
 from superstep.data.tokenizer import ENDS_OF_TEXT
 
 DOCUMENTS = 400

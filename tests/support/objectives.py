@@ -8,7 +8,7 @@ import torch
 import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of, rows
 from superstep.model.axes import units

@@ -78,7 +78,7 @@ def fills_a_pinned_buffer_again_at_once(rank):
     staging = []
 
     def input_of(self, m):
-        tokens = self._flight.context.microbatches[m].tokens
+        tokens = self._flight.context.microbatches[m].input
         staging[:] = staging or [torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)]
         staging[0].fill_(m)
         return staging[0].to(tokens.device, non_blocking=True)

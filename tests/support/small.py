@@ -2,7 +2,7 @@
 
 import torch
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 
@@ -76,5 +76,7 @@ def batches(*, steps=2, sequences=SEQUENCES, packed=True, seed=1, tokens=TOKENS,
             is_first = torch.rand(sequences, tokens + 1, generator=generator) < torch.arange(sequences)[:, None] / 14
             targets[is_first[:, 1:]] = IGNORE
             starts = (torch.arange(tokens) * is_first[:, :-1]).cummax(dim=1).values
-        found.append(Batch(row_tokens[:, :-1].contiguous(), targets, int((targets != IGNORE).sum()), starts))
+        found.append(
+            Batch({"tokens": row_tokens[:, :-1].contiguous()}, targets, int((targets != IGNORE).sum()), starts)
+        )
     return tuple(found)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longer import many_ranks
 from superstep.comm.device import Device
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.custom.inspect import outline_of, pass_through
@@ -133,7 +133,12 @@ MODELS = {"resnet": resnet, "stack": stack, "layers": layers}
 def batches():
     generator = torch.Generator().manual_seed(5)
     return tuple(
-        Batch(torch.randn(8, 3, 8, 8, generator=generator), torch.randint(CLASSES, (8,), generator=generator), 8)
+        Batch(
+            {"pixels": torch.randn(8, 3, 8, 8, generator=generator)},
+            torch.randint(CLASSES, (8,), generator=generator),
+            8,
+            reads="pixels",
+        )
         for _ in range(2)
     )
 

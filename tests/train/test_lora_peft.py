@@ -12,7 +12,7 @@ import low_rank
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of
 from superstep.model.peft_adapter import write_adapter
@@ -75,7 +75,7 @@ def test_the_same_loss_gradients_and_update(tmp_path, model):
     def keep():
         ours.update({p.name: p.values.clone().view(p.shape) for p in engine.pieces(("gradient",))})
 
-    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), 4 * 24, None)
+    batch = Batch({"tokens": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous(), 4 * 24, None)
     result = engine.train_step(microbatches_of(batch, run.plan, mesh), valid_tokens=4 * 24, lr=LR, inspect=keep)
 
     allowed = TOLERANCE["fp32"]

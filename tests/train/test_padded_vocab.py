@@ -11,7 +11,7 @@ import small
 from longer import many_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches, rows
 from superstep.launch.ranks import World
@@ -46,7 +46,7 @@ def config(*, tied=True, exact=False, compute="fp32", **plan):
 def batches():
     """Batches in which the last token of the vocabulary occurs."""
     return tuple(
-        Batch(b.tokens_BS.clamp(max=VOCAB - 1), b.targets_BS.clamp(max=VOCAB - 1), b.valid_tokens)
+        Batch({"tokens": b.tokens_BS.clamp(max=VOCAB - 1)}, b.targets_BS.clamp(max=VOCAB - 1), b.valid_tokens)
         for b in small.batches(packed=False, tokens=TOKENS)
     )
 

@@ -19,7 +19,7 @@ from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of
 from superstep.launch.ranks import World
@@ -178,7 +178,7 @@ def trainer_logprobs(tuned, **numerics):
     load(tuned / "tuned/checkpoints/step-000006", engine.pieces(), ALONE)
     engine.note_loaded(6)
     tokens = torch.tensor(TEXTS)
-    batch = Batch(tokens, tokens.roll(-1, 1), tokens.numel(), None)
+    batch = Batch({"tokens": tokens}, tokens.roll(-1, 1), tokens.numel(), None)
     return engine.logprobs(microbatches_of(batch, run.plan, mesh))[:, :-1]
 
 

@@ -19,8 +19,9 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from superstep.data.batch import SPLITS, SplitName
 from superstep.data.packing import pack
-from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, SPLITS, CorpusManifest, SplitName, TokenKind
+from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, CorpusManifest, TokenKind
 from superstep.data.token_writer import hold_out, publish
 from superstep.data.tokenizer import Tokenizer
 

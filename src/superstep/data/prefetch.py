@@ -9,7 +9,7 @@ from threading import Condition, Thread
 from types import TracebackType
 from typing import Self
 
-from superstep.data.token_stream import Batch, BatchSource
+from superstep.data.batch import Batch, BatchSource
 from superstep.errors import ConfigError
 
 

@@ -22,14 +22,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from superstep.data.batch import SPLITS, SplitName
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import DataError
 
-SplitName = Literal["train", "validation"]
 TokenKind = Literal["text", "answers", "pairs"]
 TokenArray = NDArray[np.uint16 | np.uint32]
 
-SPLITS: tuple[SplitName, ...] = ("train", "validation")
 FILES = (
     "train.tokens",
     "train.index",

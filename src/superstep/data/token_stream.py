@@ -21,8 +21,6 @@ Dims: B the requested rows, S sequence_tokens, N any number of sequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -30,51 +28,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superstep.data.batch import TOKENS, Batch, SplitName
 from superstep.data.conversation_stream import AnswerCut
 from superstep.data.shuffle import permute
-from superstep.data.token_files import Corpus, Split, SplitName
+from superstep.data.token_files import Corpus, Split
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Some rows of a global batch.
-
-    Attributes:
-        tokens_BS: int64 ids.
-        targets_BS: int64, the id that follows each token; IGNORE where there is no loss.
-        valid_tokens: targets with a loss in the *whole* global batch, whichever rows these are.
-        starts_BS: int64, the start of each token's document within its row; None where attention crosses documents.
-        streams: further inputs of the loss for each target, by name: fp32 [B, S], where [b, s] belongs to
-            ``targets_BS[b, s]``. ``weights`` are factors of a target's loss, of any sign.
-        divisor: of the loss of the *whole* global batch, whichever rows these are; None means ``valid_tokens``.
-    """
-
-    tokens_BS: Tensor  # noqa: N815 - the suffix names the dims
-    targets_BS: Tensor  # noqa: N815
-    valid_tokens: int
-    starts_BS: Tensor | None = None  # noqa: N815
-    streams: Mapping[str, Tensor] = field(default_factory=dict)
-    divisor: float | None = None
-
-    def rows(self, chosen: slice) -> Batch:
-        """Some rows of these."""
-        starts_BS = None if self.starts_BS is None else self.starts_BS[chosen]
-        streams = {name: stream[chosen] for name, stream in self.streams.items()}
-        tokens_BS, targets_BS = self.tokens_BS[chosen], self.targets_BS[chosen]
-        return Batch(tokens_BS, targets_BS, self.valid_tokens, starts_BS, streams, self.divisor)
-
-
-class BatchSource(Protocol):
-    """A source of global batches; reading changes nothing."""
-
-    @property
-    def batch_sequences(self) -> int: ...
-
-    def batch(self, sample: int, rows: slice) -> Batch:
-        """Rows of the global batch at cursor ``sample``."""
-        ...
 
 
 class SequenceCut(Protocol):
@@ -219,7 +178,7 @@ class TokenStream:
         for row, number in enumerate(chosen):
             self._cut.read(int(number), tokens_BS[row], targets_BS[row])
         return Batch(
-            tokens_BS=torch.from_numpy(tokens_BS),
+            fields={TOKENS: torch.from_numpy(tokens_BS)},
             targets_BS=torch.from_numpy(targets_BS),
             valid_tokens=self._cut.valid_tokens(numbers),
             starts_BS=self._starts(chosen),

@@ -15,9 +15,10 @@ from typing import IO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from superstep.data.batch import SPLITS, SplitName
 from superstep.data.interruptible import run_aside
 from superstep.data.shuffle import mix64
-from superstep.data.token_files import FILES, FORMAT, SPLITS, CorpusManifest, SplitName, TokenArray
+from superstep.data.token_files import FILES, FORMAT, CorpusManifest, TokenArray
 from superstep.data.tokenizer import Tokenizer
 
 BLOCK_TOKENS = 1 << 22

@@ -211,4 +211,4 @@ class Engine(RankState):
 
 def _bare(microbatch: Microbatch) -> Microbatch:
     """The same without its streams."""
-    return Microbatch(tokens=microbatch.tokens, targets=microbatch.targets, starts=microbatch.starts)
+    return replace(microbatch, streams={})

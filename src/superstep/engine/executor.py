@@ -269,7 +269,7 @@ class Executor:
 
     def _input(self, m: int) -> Tensor:
         # A tensor of its own, as its gradient may be needed.
-        return self._flight.context.microbatches[m].tokens.detach().to(self._machine.boundaries[0].dtype)
+        return self._flight.context.microbatches[m].input.detach().to(self._machine.boundaries[0].dtype)
 
     def _compute(
         self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool, is_again: bool = False

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh
-from superstep.data.token_stream import Batch
+from superstep.data.batch import TOKENS, Batch
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Plan
 from superstep.plan.sharding.sequence import positions
@@ -16,19 +16,27 @@ from superstep.plan.sharding.sequence import positions
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch:
-    """One microbatch on this rank: tokens and targets [microbatch, S], or any input [microbatch, ...] and class numbers
-    [microbatch].
+    """One microbatch on this rank.
 
     Attributes:
+        fields: by name, [microbatch, ...]: ``tokens`` of token files are ids [microbatch, S].
+        targets: [microbatch, S], or class numbers [microbatch].
         starts: with a document mask: the start of each token's document within its row, of the whole sequences and on
             the host, whichever tokens this rank holds: int64 [microbatch, cp · S].
         streams: inputs of the loss for each target, by name: fp32, of the targets' shape.
+        reads: the field that the first unit reads.
     """
 
-    tokens: Tensor
+    fields: Mapping[str, Tensor]
     targets: Tensor
     starts: Tensor | None = None
     streams: Mapping[str, Tensor] = field(default_factory=dict)
+    reads: str = TOKENS
+
+    @property
+    def input(self) -> Tensor:
+        """The input of the first unit."""
+        return self.fields[self.reads]
 
 
 def rows(plan: Plan, mesh: Mesh) -> slice:
@@ -50,30 +58,34 @@ def microbatches(
     starts_BS: Tensor | None = None,
     streams: Mapping[str, Tensor] | None = None,
 ) -> list[Microbatch]:
-    """This rank's tokens of its rows, cut into microbatches on its device, and its streams likewise.
+    """``microbatches_of`` for the rows of a batch with one field, which the first unit reads."""
+    batch = Batch({TOKENS: tokens_BS}, targets_BS, len(targets_BS), starts_BS, streams or {})
+    return microbatches_of(batch, plan, mesh)
+
+
+def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
+    """The rows of this rank's data-parallel place, cut into microbatches on its device; of each the tokens that a
+    context-parallel rank has.
 
     Each has the whole ``starts_BS`` of its rows on the host, whichever tokens the rank holds.
     """
     device = mesh.device.torch
-    names = tuple(streams or {})
-    of_tokens = [tokens_BS, targets_BS, *(streams or {}).values()]
+    count = len(batch.targets_BS) // plan.microbatch
+    starts = [None] * count if batch.starts_BS is None else batch.starts_BS.split(plan.microbatch)
+    held = None
     if mesh.shape.cp > 1:
-        held = list(positions(tokens_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
-        of_tokens = [x[:, held] for x in of_tokens]
-    count = len(tokens_BS) // plan.microbatch
-    starts = [None] * count if starts_BS is None else starts_BS.split(plan.microbatch)
-    parts = zip(starts, *(x.split(plan.microbatch) for x in of_tokens), strict=True)
+        held = list(positions(batch.targets_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
+
+    def parts(whole: Tensor) -> Iterator[Tensor]:
+        own = whole if held is None else whole[:, held]
+        return (send(part, device) for part in own.split(plan.microbatch))
+
+    def parts_of(by_name: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        split = [parts(whole) for whole in by_name.values()]
+        return [dict(zip(by_name, (next(each) for each in split), strict=True)) for _ in range(count)]
+
+    every = zip(parts_of(batch.fields), parts(batch.targets_BS), starts, parts_of(batch.streams), strict=True)
     return [
-        Microbatch(
-            tokens=send(x, device),
-            targets=send(y, device),
-            starts=at,
-            streams={name: send(stream, device) for name, stream in zip(names, rest, strict=True)},
-        )
-        for at, x, y, *rest in parts
+        Microbatch(fields=fields, targets=targets, starts=at, streams=streams, reads=batch.reads)
+        for fields, targets, at, streams in every
     ]
-
-
-def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """The same for a batch with the rows of this rank's data-parallel place."""
-    return microbatches(batch.tokens_BS, batch.targets_BS, plan, mesh, batch.starts_BS, batch.streams)

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from superstep.data.batch import Batch, BatchSource, SplitName
 from superstep.data.prefetch import Prefetcher
-from superstep.data.token_files import SplitName, open_corpus
-from superstep.data.token_stream import Batch, BatchSource, stream_of
+from superstep.data.source import open_source, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
 from superstep.engine.microbatch import microbatches_of, rows, rows_at
@@ -54,7 +54,7 @@ class CorpusTrainer(Trainer):
         sequence_loss: SequenceLoss | None = None,
     ) -> None:
         self.meter = ThroughputMeter(world.device, rate, world.size)
-        self._corpus = open_corpus(corpus)
+        self._corpus = open_source(corpus)
         if (self._corpus.manifest.kind == "pairs") != (sequence_loss is not None):
             verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
             raise StateError(f"the tokens in {corpus} are those of superstep {verb}; resume the run with that command.")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.monitor.status_page import beside
 from superstep.observe.doctor.observations import VALIDATION
 from superstep.observe.events import (

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.instruction_timer import HostRecorder, Recorder
 from superstep.engine.microbatch import microbatches_of

@@ -20,9 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.preparation.prepare import stamp
-from superstep.data.token_files import SPLITS, SplitName, open_corpus
-from superstep.data.token_stream import Batch, TokenStream, stream_of
+from superstep.data.token_files import open_corpus
+from superstep.data.token_stream import TokenStream, stream_of
 from superstep.errors import DataError, Fault
 from superstep.numerics.sequence_losses import SequenceLossResult, dpo
 from superstep.state.all_or_none import together

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import PlanConfig

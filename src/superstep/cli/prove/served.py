@@ -13,7 +13,7 @@ import torch
 
 from superstep.cli.serve.serve_settings import kernels_folder
 from superstep.comm.mesh import build_mesh
-from superstep.data.token_stream import BatchSource
+from superstep.data.batch import BatchSource
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.reports.plan_line import layout_text

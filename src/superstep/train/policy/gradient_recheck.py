@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of
 from superstep.numerics.loss import IGNORE

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from superstep.data.token_files import SplitName
-from superstep.data.token_stream import Batch, BatchSource, TokenStream
+from superstep.data.batch import Batch, BatchSource, SplitName
+from superstep.data.token_stream import TokenStream
 from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers
@@ -72,5 +72,5 @@ class SequenceLoss(Protocol):
 def weigh(loss: SequenceLoss, pupil: CurrentModel, batch: Batch) -> tuple[Batch, SequenceLossResult]:
     """The batch with the current weights of its targets, and the loss."""
     weighed = loss.weigh(batch, pupil.logprobs(batch))
-    mine = weighed.weights[pupil.rows].to(batch.tokens_BS.device)
+    mine = weighed.weights[pupil.rows].to(batch.targets_BS.device)
     return replace(batch, streams={**batch.streams, "weights": mine}), weighed

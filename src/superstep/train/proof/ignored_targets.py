@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import torch
 
-from superstep.data.token_stream import Batch, BatchSource
+from superstep.data.batch import Batch, BatchSource
 from superstep.numerics.loss import IGNORE
 
 CUTS = 3

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from superstep.data.batch import TOKENS, Batch
 from superstep.data.token_files import Split
-from superstep.data.token_stream import Batch
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import DataConfig
 
@@ -54,7 +54,8 @@ class PlainSplit:
     def _batch(self, sample: int, size: int) -> Batch:
         tokens_BS, targets_BS, starts_BS = (torch.tensor(x) for x in zip(*self.rows(sample, size), strict=True))
         has_starts = self.data.packed and self.data.document_mask
-        return Batch(tokens_BS, targets_BS, int((targets_BS != IGNORE).sum()), starts_BS if has_starts else None)
+        counted = int((targets_BS != IGNORE).sum())
+        return Batch({TOKENS: tokens_BS}, targets_BS, counted, starts_BS if has_starts else None)
 
     def _numbers(self, sample: int, count: int) -> Iterator[int]:
         rows = self.count

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from superstep.data.batch import Batch
 from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import Batch, stream_of
+from superstep.data.token_stream import stream_of
 from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig

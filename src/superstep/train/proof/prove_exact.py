@@ -18,7 +18,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import Mesh, build_mesh
 from superstep.comm.objects import RankPeers, gather
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World

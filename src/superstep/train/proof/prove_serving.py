@@ -19,7 +19,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers, gather
-from superstep.data.token_stream import Batch
+from superstep.data.batch import TOKENS, Batch
 from superstep.engine.engine import Engine as Trainer
 from superstep.engine.microbatch import microbatches, microbatches_of, rows
 from superstep.launch.ranks import World
@@ -50,7 +50,7 @@ def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: S
             losses = [-logprobs for logprobs in engine.own_logprobs(microbatches_of(mine, run.plan, mesh))]
             # The index of each token in the batch, cut as the tokens are.
             places = torch.arange(batch.tokens_BS.numel()).view_as(batch.tokens_BS)[rows(run.plan, mesh)]
-            held = [part.tokens for part in microbatches(places, places, run.plan, mesh)]
+            held = [part.input for part in microbatches(places, places, run.plan, mesh)]
             by_batch.append(_whole(batch, [(p.cpu(), x.cpu()) for p, x in zip(held, losses, strict=False)]))
     finally:
         mesh.destroy()
@@ -60,7 +60,7 @@ def losses_in_training(world: World, run: Resolved, checkpoint: Path, batches: S
 def batch_of(texts: Sequence[Sequence[int]]) -> Batch:
     """Texts of one length as a batch of the trainer's. The target of the last position is not part of the text."""
     tokens_BS = torch.tensor([list(text) for text in texts])
-    return Batch(tokens_BS, tokens_BS.roll(-1, 1), tokens_BS.numel(), None)
+    return Batch({TOKENS: tokens_BS}, tokens_BS.roll(-1, 1), tokens_BS.numel(), None)
 
 
 def _whole(batch: Batch, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World
@@ -210,12 +210,12 @@ def _straight(
     compared: list[Difference] = []
     bits: Bits = {}
     try:
-        engine = Engine(run, specs, mesh, example=batches[0].tokens_BS[:1])
+        engine = Engine(run, specs, mesh, example=batches[0].input[:1])
         position = Position()
         for step, batch in enumerate(batches):
             position = Position(
                 step=step + 1,
-                samples=position.samples + len(batch.tokens_BS),
+                samples=position.samples + len(batch.targets_BS),
                 tokens=position.tokens + batch.valid_tokens,
             )
             compare = Compare(global_specs(specs), run.config.train.seed, step, yardsticks)
@@ -230,7 +230,7 @@ def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterat
     """Train on the batches without checks; it yields after each step has been issued."""
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     try:
-        engine = Engine(run, units_of(run), mesh, example=batches[0].tokens_BS[:1])
+        engine = Engine(run, units_of(run), mesh, example=batches[0].input[:1])
         for step, batch in enumerate(batches):
             _train(engine, batch.rows(rows(run.plan, mesh)), step)
             yield

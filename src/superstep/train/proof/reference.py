@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
@@ -119,8 +119,8 @@ def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batc
     loss_sum = own or TokenLosses()
     nats, count = 0.0, 0
     for batch in batches:
-        for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
-            now = DispatchContext(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=seed, step=None)
+        for number, (tokens, targets) in enumerate(zip(batch.input, batch.targets_BS, strict=True)):
+            now = DispatchContext(sequences=(number,), batch_sequences=len(batch.targets_BS), seed=seed, step=None)
             nats += float(loss_sum(forward(tokens[None], now, _sight(batch, number)), targets[None]))
             count += int((targets != IGNORE).sum())
     return nats / count
@@ -176,8 +176,10 @@ def _steps(
         weights = batch.streams.get("weights")
         loss = 0.0
         # Row by row: independent of a layout's split of the batch.
-        for number, (tokens, targets) in enumerate(zip(batch.tokens_BS, batch.targets_BS, strict=True)):
-            now = DispatchContext(sequences=(number,), batch_sequences=len(batch.tokens_BS), seed=train.seed, step=step)
+        for number, (tokens, targets) in enumerate(zip(batch.input, batch.targets_BS, strict=True)):
+            now = DispatchContext(
+                sequences=(number,), batch_sequences=len(batch.targets_BS), seed=train.seed, step=step
+            )
             out = forward(tokens[None], now, _sight(batch, number))
             if weights is None:
                 total = loss_sum(out, targets[None])

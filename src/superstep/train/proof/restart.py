@@ -22,8 +22,8 @@ from pathlib import Path
 from torch import Tensor
 
 from superstep.comm.objects import gather
+from superstep.data.batch import Batch
 from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import Batch
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint_dirs import checkpoint_at
@@ -70,10 +70,10 @@ class RestartResult:
 
 def data_bits(batch: Batch) -> str:
     """A hash of a rank's batch."""
-    numbers = (batch.valid_tokens, batch.divisor, sorted(batch.streams))
+    numbers = (batch.valid_tokens, batch.divisor, sorted(batch.streams), sorted(batch.fields), batch.reads)
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=16)
-    streams = (stream for _, stream in sorted(batch.streams.items()))
-    for part in (batch.tokens_BS, batch.targets_BS, batch.starts_BS, *streams):
+    named = (values for by_name in (batch.fields, batch.streams) for _, values in sorted(by_name.items()))
+    for part in (batch.targets_BS, batch.starts_BS, *named):
         if part is not None:
             digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from superstep.comm.mesh import Mesh
-from superstep.data.token_files import SPLITS, Corpus, SplitName, open_corpus
-from superstep.data.token_stream import Batch, stream_of
+from superstep.data.batch import SPLITS, Batch, SplitName
+from superstep.data.token_files import Corpus, open_corpus
+from superstep.data.token_stream import stream_of
 from superstep.engine.microbatch import rows
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig

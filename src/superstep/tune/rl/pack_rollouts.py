@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import TOKENS, Batch
 from superstep.errors import ConfigError, Fault
 from superstep.numerics.loss import IGNORE
 from superstep.tune.advantage import TokenShare
@@ -113,7 +113,7 @@ def lessons_of(
     for row, end in enumerate(ends):
         starts_BS[row, end:] = end
     batch = Batch(
-        tokens_BS=tokens_BS,
+        fields={TOKENS: tokens_BS},
         targets_BS=targets_BS,
         valid_tokens=int((targets_BS != IGNORE).sum()),
         starts_BS=starts_BS if is_masked else None,

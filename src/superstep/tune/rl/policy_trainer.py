@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from superstep.data.token_stream import Batch
+from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.engine.microbatch import microbatches_of

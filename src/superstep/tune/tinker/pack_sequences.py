@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from superstep.comm.device import Device
+from superstep.data.batch import TOKENS
 from superstep.engine.microbatch import Microbatch
 from superstep.numerics.loss import IGNORE
 from superstep.tune.tinker.losses import TrainingSequence
@@ -52,7 +53,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], length: int, device: Devi
         # A token without an advantage has no gradient and must not count in the metrics.
         streams["weights"] = (streams["advantages"] != 0).float()
     return Microbatch(
-        tokens=rows(lambda one: one.tokens, torch.long, 0),
+        fields={TOKENS: rows(lambda one: one.tokens, torch.long, 0)},
         targets=rows(lambda one: one.targets, torch.long, IGNORE),
         streams=streams,
     )
