@@ -23,8 +23,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from longer import longer
-from superstep.kernels.gpu import attention, cross_entropy, norm, rope, swiglu
+from superstep.kernels.gpu import attention, cross_entropy, norm, philox, rope, swiglu
 from superstep.kernels.gpu.attention import VisibleKeys
+from superstep.kernels.philox import Counter
 from superstep.kernels.position_bias import alibi, t5
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -33,7 +34,7 @@ H100 = 90
 TENSOR_COLUMNS = 512
 """Of the memory that products of compute capability 10.0 are summed in."""
 BF16, FP32 = torch.bfloat16, torch.float32
-TYPES = {FP32: "*fp32", BF16: "*bf16", torch.int64: "*i64"}
+TYPES = {FP32: "*fp32", BF16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -124,6 +125,10 @@ def small_kernels(dtype):
     targets = torch.zeros(32, dtype=torch.int64)
     lse, _ = cross_entropy.row_sums(x, targets, 60, 0.7)
     cross_entropy.row_gradients_(x, targets, 60, lse, rows.float(), 0.7)
+    place = Counter(key=0xA4093822299F31D0, step=7, sample=3)
+    philox.random_words(place, targets, 2, 64)
+    philox.drop(x, place, targets[:16], (2, 16, 64), 1, 2**31, 2.0)
+    philox.drop(x, place, targets[:1], (2, 1, 4), 256, 2**31, 2.0)
 
 
 def test_swiglu_compiles(launched):
@@ -141,7 +146,7 @@ def test_swiglu_compiles(launched):
     ),
 )
 def test_small_kernels_compile(launched, chip, dtype):
-    assert len(launched(chip, lambda: small_kernels(dtype))) == 5
+    assert len(launched(chip, lambda: small_kernels(dtype))) == 8
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@
 #include "grid_product.h"
 #include "norm.h"
 #include "outer.h"
+#include "philox.h"
 #include "rope.h"
 #include "swiglu.h"
 
@@ -44,6 +45,18 @@ void superstep_swiglu(int64_t is_bf16, const void* a, const void* b, void* y, in
 void superstep_swiglu_backward(int64_t is_bf16, const void* g, const void* a, const void* b, void* da, void* db,
                                int64_t count, int64_t threads) {
   (is_bf16 ? swiglu_backward<true> : swiglu_backward<false>)(g, a, b, da, db, count, threads);
+}
+
+void superstep_random_words(int64_t key, int64_t step, int64_t sample, const int64_t* firsts, int64_t samples,
+                            int64_t rows, int64_t width, uint32_t* out, int64_t threads) {
+  random_words({uint64_t(key), uint32_t(step), uint32_t(sample), firsts, samples, rows, width}, out, threads);
+}
+
+void superstep_drop(int64_t is_bf16, int64_t key, int64_t step, int64_t sample, const int64_t* firsts, int64_t samples,
+                    int64_t rows, int64_t width, const void* x, void* y, int64_t spread, int64_t threshold, float scale,
+                    int64_t threads) {
+  const Drawn call{uint64_t(key), uint32_t(step), uint32_t(sample), firsts, samples, rows, width};
+  (is_bf16 ? drop<true> : drop<false>)(call, x, y, spread, threshold, scale, threads);
 }
 
 void superstep_row_sums(int64_t is_bf16, void* x, int64_t rows, int64_t columns, int64_t width, const int64_t* targets,
