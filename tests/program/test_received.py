@@ -5,7 +5,8 @@ from hypothesis import given
 from plans import examples, plan_of, plans
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Send
-from superstep.program.issue_order import find_needed_value, issue_order
+from superstep.program.issue_order import issue_order
+from superstep.program.needed_values import NeededValues
 from superstep.program.received import find_received_values
 
 
@@ -25,7 +26,7 @@ def test_what_is_received_has_been_used_by_its_peer(plan):
         for place, received in find_received_values(program, rank).items():
             for value in received:
                 sent_at, peer = sent.pop(value)
-                used_at = next(n for n, i in enumerate(program.ranks[peer]) if find_needed_value(i) == value)
+                used_at = next(n for n, i in enumerate(program.ranks[peer]) if value in NeededValues(program)(i))
                 assert sent_at < place
                 assert ran_at[peer, used_at] < ran_at[rank, place]
 

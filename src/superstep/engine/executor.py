@@ -27,7 +27,7 @@ from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.fixed_point import RangeExcess
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
-from superstep.program.issue_order import Value
+from superstep.program.needed_values import Value
 from superstep.program.received import find_received_values
 
 Key = tuple[int, int]

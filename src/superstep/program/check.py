@@ -1,9 +1,10 @@
 """check: the rules of every program, checked after each pass.
 
-Each rank alone (``_Rank``): every unit's forward once for each microbatch, after its input; every backward once, after
-its forward and its gradient, and where it has two halves, the weights' after the input's; parameters resident where
-they are used; everything kept, received, fetched or reduced is used and released exactly once. All ranks together:
-sends and receives match on every channel in order, as NCCL delivers them, and no rank waits forever.
+Each rank alone (``_Rank``): every unit's forward once for each microbatch, after its inputs; every backward once, after
+its forward and its whole gradient, and where it has two halves, the weights' after the input's; parameters resident
+where they are used; everything kept, received, fetched or reduced is used by all who take it, and released once. A
+value's gradient is summed from its last reader to its first, so that it has the same bits on every layout. All ranks
+together: sends and receives match on every channel in order, as NCCL delivers them, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from collections.abc import Iterator
 
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Keep, Program, Wire
-from superstep.program.issue_order import Channel, InvalidProgram, Value, issue_order
+from superstep.program.issue_order import Channel, InvalidProgram, issue_order
+from superstep.program.needed_values import Value
 from superstep.program.text import describe
+
+LATER = -1
+"""In the place of a reader: those on later pipeline ranks."""
 
 
 def check(program: Program) -> Program:
     """Return the program if it keeps every rule that its passes promise. Raises InvalidProgram: names the first rank
     and instruction that breaks a rule, and the rule.
     """
+    _check_edges(program)
     kinds = {type(i) for instructions in program.ranks for i in instructions}
     for number, instructions in enumerate(program.ranks):
         state = _Rank(program, number, kinds)
@@ -53,7 +59,11 @@ class _Rank:
         self.is_reduced = ins.Reduce in kinds
         self.is_replicated = ins.ReduceReplicas in kinds
         self.is_training = bool(kinds & {ins.Backward, ins.BackwardInput})
-        self.values: set[Value] = set()
+        self.taken = program.taken
+        self.uses = program.count_uses(number)
+        self.readers = _list_readers(program, number, has_transfers=self.has_transfers)
+        self.left: dict[Value, int] = {}
+        self.summed: dict[Value, list[int]] = {}
         self.forwarded: set[tuple[int, int]] = set()
         self.backwarded: set[tuple[int, int]] = set()
         self.kept: dict[tuple[int, int], Keep] = {}
@@ -80,10 +90,10 @@ class _Rank:
                 return self._backward(unit, m) or self._weights(unit, m, is_later=isinstance(i, ins.BackwardInput))
             case ins.BackwardWeight(unit, m):
                 return self._backward_weight(unit, m)
-            case ins.Send(wire, unit, m, _):
-                return self._take((wire, unit, m), "what is sent must have been computed, and is sent once")
-            case ins.Recv(wire, unit, m, _):
-                return self._receive(wire, unit, m)
+            case ins.Send(wire, value, m, _):
+                return self._send(wire, value, m)
+            case ins.Recv(wire, value, m, _):
+                return self._receive(wire, value, m)
             case ins.Fetch(unit) | ins.Free(unit):
                 return self._residency(unit, is_fetch=isinstance(i, ins.Fetch))
             case ins.Reduce() | ins.Settle() | ins.ReduceReplicas() | ins.Tie():
@@ -108,7 +118,8 @@ class _Rank:
         yield from (f"what u{u} kept of m{m} is never freed" for u, m in sorted(self.kept))
         yield from (f"u{u} has no backward-weight for m{m}" for u, m in sorted(self.deferred))
         if self.has_transfers:
-            yield from (f"{w} u{u} m{m} is computed or received and never used" for w, u, m in sorted(self.values))
+            unused = sorted([*self.left, *self.summed])
+            yield from (f"{w} u{u} m{m} is computed or received and never used" for w, u, m in unused)
         if self.program.shards_parameters:
             yield from (f"u{u} is fetched and never freed" for u in sorted(self.resident))
         yield from (f"u{u} is reduced and never settled" for u in sorted(self.reducing))
@@ -127,11 +138,29 @@ class _Rank:
         if "step" in passes and not self.is_stepped:
             yield "the step is missing"
 
-    def _take(self, value: Value, rule: str) -> str:
-        if value not in self.values:
-            return rule
-        self.values.discard(value)
-        return ""
+    def _use(self, value: Value) -> bool:
+        """Use an output once; whether it is there."""
+        if value not in self.left:
+            return False
+        self.left[value] -= 1
+        if not self.left[value]:
+            del self.left[value]
+        return True
+
+    def _send(self, wire: Wire, value: int, m: int) -> str:
+        is_there = self._use((wire, value, m)) if wire == "act" else self._take_gradient(value, m)
+        return "" if is_there else "what is sent must have been computed, and is sent once"
+
+    def _add_gradient(self, value: int, m: int, reader: int) -> str:
+        """Add a reader's gradient of a value."""
+        parts = self.summed.setdefault(("grad", value, m), [])
+        parts.append(reader)
+        is_next = parts == self.readers[value][: len(parts)]
+        return "" if is_next else f"the gradient of value u{value} is summed from its last reader to its first"
+
+    def _take_gradient(self, value: int, m: int) -> bool:
+        """Use a value's gradient; whether it is whole."""
+        return self.summed.pop(("grad", value, m), []) == self.readers.get(value, [])
 
     def _describe_pass(self, unit: int, m: int) -> str:
         if unit not in self.own:
@@ -153,14 +182,15 @@ class _Rank:
             return broken
         if (unit, m) in self.forwarded:
             return "the unit has already seen this microbatch"
-        comes_from_outside = unit > 0 and unit - 1 not in self.own
-        if unit > 0 and not (comes_from_outside and not self.has_transfers) and self._take(("act", unit, m), "missing"):
+        needed = [value for value in self.taken[unit] if self.has_transfers or value - 1 in self.own]
+        is_there = [self._use(("act", value, m)) for value in needed]
+        if not all(is_there):
             return "the unit's input is not there"
         self.forwarded.add((unit, m))
         if keep != "nothing":
             self.kept[unit, m] = keep
-        if unit + 1 < len(self.program.units):
-            self.values.add(("act", unit + 1, m))
+        if unit + 1 in self.uses:
+            self.left["act", unit + 1, m] = self.uses[unit + 1]
         return ""
 
     def _recompute(self, unit: int, m: int) -> str:
@@ -177,19 +207,11 @@ class _Rank:
         enough = ("all", "selective") if "recompute" in self.program.passes else ("all", "selective", "input")
         if self.kept.get((unit, m)) not in enough:
             return "the unit kept nothing to go back through"
-        is_last = unit + 1 == len(self.program.units)
-        comes_from_outside = not is_last and unit + 1 not in self.own
-        if (
-            not is_last
-            and not (comes_from_outside and not self.has_transfers)
-            and self._take(("grad", unit + 1, m), "missing")
-        ):
+        if not self._take_gradient(unit + 1, m):
             return "the gradient of the unit's output is not there"
         del self.kept[unit, m]
         self.backwarded.add((unit, m))
-        if unit > 0:
-            self.values.add(("grad", unit, m))
-        return ""
+        return next(filter(None, [self._add_gradient(value, m, unit) for value in self.taken[unit]]), "")
 
     def _backward_weight(self, unit: int, m: int) -> str:
         if broken := self._describe_pass(unit, m):
@@ -212,13 +234,19 @@ class _Rank:
         self.dirty |= params
         return ""
 
-    def _receive(self, wire: Wire, unit: int, m: int) -> str:
-        if (wire, unit, m) in self.values:
+    def _receive(self, wire: Wire, value: int, m: int) -> str:
+        if wire == "act":
+            if (wire, value, m) in self.left:
+                return "received twice"
+            if value - 1 in self.own or value not in self.uses:
+                return "the rank has no use for it"
+            self.left[wire, value, m] = self.uses[value]
+            return ""
+        if LATER in self.summed.get((wire, value, m), []):
             return "received twice"
-        if (unit if wire == "act" else unit - 1) not in self.own:
+        if LATER not in self.readers.get(value, []):
             return "the rank has no use for it"
-        self.values.add((wire, unit, m))
-        return ""
+        return self._add_gradient(value, m, LATER)
 
     def _residency(self, unit: int, *, is_fetch: bool) -> str:
         if unit not in self.held:
@@ -279,6 +307,35 @@ class _Rank:
         self.tied.add(unit)
         self.final.add(unit)
         return ""
+
+
+def _check_edges(program: Program) -> None:
+    """Units come after those whose outputs they take, and every output but the last is taken."""
+    taken = program.taken
+    if len(taken) != len(program.units):
+        raise InvalidProgram(f"{len(taken)} units have inputs, and the program has {len(program.units)}")
+    for unit, values in enumerate(taken):
+        if any(not 0 < value <= unit for value in values) or len(set(values)) < len(values):
+            raise InvalidProgram(f"u{unit} takes {list(program.inputs[unit])}: only units before it, each once")
+    unread = set(range(1, len(taken))) - {value for values in taken for value in values}
+    if unread:
+        raise InvalidProgram(f"no unit takes what u{min(unread) - 1} returns")
+
+
+def _list_readers(program: Program, rank: int, *, has_transfers: bool) -> dict[int, list[int]]:
+    """For each value the parts of its gradient on a rank, in the order of the sum: what later ranks send, and the
+    rank's own units that take it.
+    """
+    readers: dict[int, list[int]] = {}
+    taken, passing = program.taken, program.passing
+    for stage in reversed(program.stages_of(rank)):
+        is_received = has_transfers and stage + 1 < len(program.stages) and program.placement[stage + 1] != rank
+        for value in passing[stage + 1] if is_received else ():
+            readers.setdefault(value, []).append(LATER)
+        for unit in reversed(program.stages[stage]):
+            for value in taken[unit]:
+                readers.setdefault(value, []).append(unit)
+    return readers
 
 
 def _check_channels(program: Program) -> None:

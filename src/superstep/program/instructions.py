@@ -1,6 +1,7 @@
 """The instructions of a step, as frozen values, and the Program that lists them for each pipeline rank.
 
 A *unit* (``u3``) is the embedding, one block, or the head; a *microbatch* (``m5``) is what passes the units at once.
+A *value* passes between units: ``u3`` of a transfer is what unit 2 returns, in a chain the input of unit 3.
 Ranks that differ only in dp, cp or tp run the same list, so a Program has one list for each pipeline rank.
 
 Instructions are issued in order. Those on the compute lane run where they are issued; the others start there and run
@@ -22,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from superstep.plan.sharding.edges import list_passing_values, list_taken_values
 from superstep.plan.zero import ZeroStage
 
 Keep = Literal["all", "selective", "input", "nothing"]
@@ -89,7 +91,7 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Start sending to pipeline rank ``peer`` the input of ``unit`` (act), or its gradient (grad)."""
+    """Start sending to pipeline rank ``peer`` what the unit before ``unit`` returns (act), or its gradient."""
 
     wire: Wire
     unit: int
@@ -99,7 +101,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Start receiving from pipeline rank ``peer`` the input of ``unit`` (act), or its gradient (grad)."""
+    """Start receiving from pipeline rank ``peer`` what the unit before ``unit`` returns, or its gradient."""
 
     wire: Wire
     unit: int
@@ -187,6 +189,7 @@ class Program(ZeroStage):
         passes: the passes applied so far; ``check`` requires only what these promise.
         ranks: the instructions of each pipeline rank, in order.
         frozen: the units without gradients, which are not reduced.
+        inputs: for each unit, the units whose outputs it takes; () for a chain.
     """
 
     units: tuple[str, ...]
@@ -198,6 +201,28 @@ class Program(ZeroStage):
     passes: tuple[str, ...]
     ranks: tuple[tuple[Instruction, ...], ...]
     frozen: tuple[int, ...] = ()
+    inputs: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def taken(self) -> tuple[tuple[int, ...], ...]:
+        """The values that each unit takes, in the order of its arguments."""
+        return list_taken_values(len(self.units), self.inputs)
+
+    @property
+    def passing(self) -> tuple[tuple[int, ...], ...]:
+        """The values that enter each stage from the one before; one more entry, empty, ends them."""
+        return list_passing_values(self.stages, self.taken)
+
+    def count_uses(self, rank: int) -> dict[int, int]:
+        """How often a rank uses each value that it computes or receives: in units that take it, and to send it on."""
+        uses: dict[int, int] = {}
+        every, passing = self.taken, self.passing
+        for stage in self.stages_of(rank):
+            is_sent = stage + 1 < len(self.stages) and self.placement[stage + 1] != rank
+            taken = [value for unit in self.stages[stage] for value in every[unit]]
+            for value in (*taken, *(passing[stage + 1] if is_sent else ())):
+                uses[value] = uses.get(value, 0) + 1
+        return uses
 
     def list_trained(self, unit: int) -> tuple[int, ...]:
         """The units with gradients from a backward pass of ``unit``."""

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterator
 from superstep.errors import SuperstepError
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
+from superstep.program.needed_values import NeededValues, Value
 from superstep.program.text import describe
 
-Value = tuple[Wire, int, int]
 Channel = tuple[int, int, Wire]
 Place = tuple[int, int]
 
@@ -52,7 +52,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
         InvalidProgram: some ranks wait forever; the message says who waits for what.
     """
     at = [0] * program.pp
-    channels = _Channels(made)
+    channels = _Channels(NeededValues(program), made)
     is_moving = True
     while is_moving:
         is_moving = False
@@ -88,17 +88,6 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
         raise InvalidProgram("deadlock: " + "; ".join(waits))
 
 
-def find_needed_value(i: Instruction) -> Value | None:
-    """The value that an instruction needs and another rank may have sent."""
-    match i:
-        case ins.Forward(unit, m):
-            return "act", unit, m
-        case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
-            return "grad", unit + 1, m
-        case _:
-            return None
-
-
 def _members(program: Program, number: int, i: Instruction) -> tuple[int, ...]:
     """The ranks that run the instruction together."""
     match i:
@@ -123,7 +112,8 @@ class _Channels:
     that exist from the start; None means all.
     """
 
-    def __init__(self, made: Collection[Channel] | None) -> None:
+    def __init__(self, needed: NeededValues, made: Collection[Channel] | None) -> None:
+        self.needed = needed
         self.made = None if made is None else set(made)
         self.sent: dict[Channel, deque[Value]] = {}
         self.posted: dict[Channel, set[Value]] = {}
@@ -158,5 +148,4 @@ class _Channels:
         """The value that an instruction needs, posted and not yet delivered."""
         if not (awaited := self.awaited.get(number)):
             return None
-        needed = find_needed_value(i)
-        return needed if needed in awaited else None
+        return next((value for value in self.needed(i) if value in awaited), None)

@@ -11,7 +11,7 @@ step          the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TypeAlias
@@ -56,6 +56,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         passes=("lower",),
         ranks=tuple(tuple(i for task in tasks for i in instructions(task)) for tasks in order),
         frozen=plan.frozen,
+        inputs=plan.inputs,
     )
 
 
@@ -73,21 +74,22 @@ def add_recompute(program: Program) -> Program:
 
 
 def add_transfers(program: Program) -> Program:
-    """Add a send and a receive at each stage boundary between two ranks, with one channel for each direction.
+    """Add a send and a receive of each value that passes between two stages on different ranks, with one channel for
+    each direction.
 
     A receive is posted one task ahead of its use, so that it overlaps the compute of the task before.
     """
 
-    stage_of = _stage_of(program)
+    stage_of, passing = _stage_of(program), program.passing
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         tasks = [(of, list(members)) for of, members in groupby(instructions, key=lambda i: _task_of(stage_of, i))]
-        receives = [_receives(program, number, of) for of, _ in tasks]
+        receives = [_receives(program, passing, number, of) for of, _ in tasks]
         yield from receives[0] if receives else ()
         for i, (of, members) in enumerate(tasks):
             yield from receives[i + 1] if i + 1 < len(tasks) else ()
             yield from members
-            yield from _sends(program, number, of)
+            yield from _sends(program, passing, number, of)
 
     return _with_pass(program, "transfers", [tuple(rank(n, r)) for n, r in enumerate(program.ranks)])
 
@@ -103,21 +105,20 @@ def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
     return wire, stage_of[i.unit], i.microbatch
 
 
-def _receives(program: Program, rank: int, task: Of) -> list[Instruction]:
+def _receives(program: Program, passing: Sequence[Sequence[int]], rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     source = stage - 1 if wire == "act" else stage + 1
     if wire is None or not _is_elsewhere(program, source, rank):
         return []
-    # What passes between two stages has the number of the later one's first unit.
-    return [ins.Recv(wire, program.stages[max(stage, source)][0], m, program.placement[source])]
+    return [ins.Recv(wire, value, m, program.placement[source]) for value in passing[max(stage, source)]]
 
 
-def _sends(program: Program, rank: int, task: Of) -> list[Instruction]:
+def _sends(program: Program, passing: Sequence[Sequence[int]], rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     target = stage + 1 if wire == "act" else stage - 1
     if wire is None or not _is_elsewhere(program, target, rank):
         return []
-    return [ins.Send(wire, program.stages[max(stage, target)][0], m, program.placement[target])]
+    return [ins.Send(wire, value, m, program.placement[target]) for value in passing[max(stage, target)]]
 
 
 def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:

@@ -23,12 +23,12 @@ class UnitBytes:
     Attributes:
         params: the unit's own parameters, gathered, in the compute dtype.
         gradient: the full gradient buffer of those.
-        kept_all: what stays for the backward pass, with the unit's input.
+        kept_all: what stays for the backward pass, with the unit's inputs.
         kept_selective: the same without what selective recomputation computes again.
-        kept_input: only the unit's input, where full recomputation starts.
+        kept_input: only the unit's inputs, where full recomputation starts.
         product_inputs: what BackwardInput leaves of it for BackwardWeight: the inputs of products with parameters.
         product_gradients: what it makes for BackwardWeight: the gradients of those products' outputs.
-        boundary: the unit's input on its way there; its gradient on the way back is as large.
+        boundary: what the unit before returns, on its way; its gradient on the way back is as large.
         forward_workspace: what its forward pass makes and drops, beside what it keeps and its output.
         backward_workspace: the same of its backward pass, beside what was kept and its input's gradient.
     """
@@ -146,6 +146,10 @@ class _Held:
         self.sizes = sizes
         self.are_params_transient = program.shards_parameters
         self.are_gradients_transient = program.shards_gradients and ins.Reduce in map(type, program.ranks[rank])
+        self.taken = program.taken
+        self.uses = program.count_uses(rank)
+        self.left: dict[tuple[int, int], int] = {}
+        self.keepers: dict[tuple[int, int], int] = {}
         self.items: dict[tuple[Category, *tuple[Hashable, ...]], int] = {}
         self.bytes: dict[Category, int] = {"params": 0, "gradient": 0, "kept": 0, "boundary": 0}
 
@@ -166,13 +170,12 @@ class _Held:
                 self.put("params", unit, size=self.sizes[unit].params)
             case ins.Forward(unit, m, keep):
                 if keep != "nothing":
-                    # The input is part of what is kept, and must not count twice.
-                    self.drop("boundary", "act", unit, m)
-                    self.put("kept", unit, m, size=self.sizes[unit].count_kept(keep))
+                    self._keep_inputs(unit, m)
+                    self.put("kept", unit, m, size=self._count_beyond_inputs(unit, self.sizes[unit].count_kept(keep)))
                 if unit + 1 < len(self.program.units):
-                    self.put("boundary", "act", unit + 1, m, size=self.sizes[unit + 1].boundary)
+                    self._put_value(unit + 1, m)
             case ins.Recompute(unit, m):
-                self.put("kept", unit, m, size=self.sizes[unit].kept_all)
+                self.put("kept", unit, m, size=self._count_beyond_inputs(unit, self.sizes[unit].kept_all))
             case ins.Backward(unit, m):
                 self._put_gradients(unit)
                 self._put_input_gradient(unit, m)
@@ -181,8 +184,10 @@ class _Held:
                 self._put_input_gradient(unit, m)
             case ins.BackwardWeight(unit, m):
                 self._put_gradients(unit)
-            case ins.Recv(wire, unit, m, _):
-                self.put("boundary", wire, unit, m, size=self.sizes[unit].boundary)
+            case ins.Recv("act", value, m, _):
+                self._put_value(value, m)
+            case ins.Recv("grad", value, m, _):
+                self.put("boundary", "grad", value, m, size=self.sizes[value].boundary)
 
     def workspace(self, i: Instruction) -> int:
         """Bytes that the instruction makes and drops, once it has begun."""
@@ -200,16 +205,54 @@ class _Held:
 
     def _count_remade_bytes(self, unit: int, m: int) -> int:
         """What selective recomputation makes of a unit again, before its backward pass."""
-        size = self.sizes[unit]
-        return size.kept_all - self.items.get(("kept", unit, m), size.kept_all)
+        whole = self._count_beyond_inputs(unit, self.sizes[unit].kept_all)
+        return whole - self.items.get(("kept", unit, m), whole)
 
     def _put_gradients(self, unit: int) -> None:
         for u in self.program.list_trained(unit) if self.are_gradients_transient else ():
             self.put("gradient", u, size=self.sizes[u].gradient)
 
     def _put_input_gradient(self, unit: int, m: int) -> None:
-        if unit > 0:
-            self.put("boundary", "grad", unit, m, size=self.sizes[unit].boundary)
+        for value in self.taken[unit]:
+            # Added at the end to what other units that take the value left.
+            part = (unit,) if ("boundary", "grad", value, m) in self.items else ()
+            self.put("boundary", "grad", value, m, *part, size=self.sizes[value].boundary)
+
+    def _drop_input_gradient(self, unit: int, m: int) -> None:
+        for value in self.taken[unit]:
+            self.drop("boundary", "grad", value, m, unit)
+
+    def _put_value(self, value: int, m: int) -> None:
+        self.put("boundary", "act", value, m, size=self.sizes[value].boundary)
+        self.left[value, m] = self.uses.get(value, 1)
+
+    def _use_value(self, value: int, m: int) -> None:
+        """Drop a value after its last use, unless units keep it."""
+        self.left[value, m] = self.left.get((value, m), 1) - 1
+        if not self.left[value, m]:
+            self.drop("boundary", "act", value, m)
+            if self.keepers.get((value, m)):
+                self.put("kept", "value", value, m, size=self.sizes[value].boundary)
+
+    def _keep_inputs(self, unit: int, m: int) -> None:
+        """Count inputs as kept from their last use on: once, however many units keep them."""
+        for value in self.taken[unit]:
+            self.keepers[value, m] = self.keepers.get((value, m), 0) + 1
+            if self.left.get((value, m), 1) == 1:
+                self.drop("boundary", "act", value, m)
+                self.put("kept", "value", value, m, size=self.sizes[value].boundary)
+
+    def _drop_kept(self, unit: int, m: int) -> None:
+        """Release what a unit kept, and its inputs that no other unit keeps."""
+        self.drop("kept", unit, m)
+        for value in self.taken[unit]:
+            self.keepers[value, m] -= 1
+            if not self.keepers[value, m]:
+                self.drop("kept", "value", value, m)
+
+    def _count_beyond_inputs(self, unit: int, size: int) -> int:
+        """Of kept bytes those beside the unit's inputs."""
+        return size - sum(self.sizes[value].boundary for value in self.taken[unit])
 
     def end(self, i: Instruction) -> None:
         """Release what the instruction used up."""
@@ -219,18 +262,24 @@ class _Held:
             case ins.Settle(unit):
                 self.drop("gradient", unit)
             case ins.Forward(unit, m):
-                self.drop("boundary", "act", unit, m)
+                for value in self.taken[unit]:
+                    self._use_value(value, m)
             case ins.Backward(unit, m):
-                self.drop("kept", unit, m)
+                self._drop_kept(unit, m)
+                self._drop_input_gradient(unit, m)
                 self.drop("boundary", "grad", unit + 1, m)
             case ins.BackwardInput(unit, m):
+                self._drop_kept(unit, m)
                 self.put("kept", unit, m, size=self.sizes[unit].product_inputs)
+                self._drop_input_gradient(unit, m)
                 self.drop("boundary", "grad", unit + 1, m)
             case ins.BackwardWeight(unit, m):
                 self.drop("kept", unit, m)
                 self.drop("kept", "products", unit, m)
-            case ins.Send(wire, unit, m, _):
-                self.drop("boundary", wire, unit, m)
+            case ins.Send("act", value, m, _):
+                self._use_value(value, m)
+            case ins.Send("grad", value, m, _):
+                self.drop("boundary", "grad", value, m)
 
 
 def forwards_in_flight(program: Program) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 
 from superstep.program.instructions import Program, Send
-from superstep.program.issue_order import Value, find_needed_value
+from superstep.program.needed_values import NeededValues, Value
 
 
 def find_received_values(program: Program, rank: int) -> dict[int, tuple[Value, ...]]:
@@ -33,9 +33,9 @@ def _sends(program: Program, rank: int) -> dict[int, Send]:
 def _uses(program: Program, rank: int) -> dict[Value, int]:
     """Where a rank first waits for a value."""
     first_uses: dict[Value, int] = {}
+    needed = NeededValues(program)
     for place, i in enumerate(program.ranks[rank]):
-        value = find_needed_value(i)
-        if value is not None:
+        for value in needed(i):
             first_uses.setdefault(value, place)
     return first_uses
 

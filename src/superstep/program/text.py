@@ -53,6 +53,7 @@ def write_program(program: Program) -> str:
         f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}",
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
+            + (f" takes {','.join(map(str, program.inputs[u])) or '-'}" if program.inputs else "")
             + (" frozen" if u in program.frozen else "")
             for u, name in enumerate(program.units)
         ),
@@ -115,12 +116,14 @@ def read_program(text: str) -> Program:
     stages: dict[int, list[int]] = {}
     ranks: list[list[Instruction]] = []
     frozen: list[int] = []
+    inputs: list[tuple[int, ...]] = []
     for number, line in enumerate(lines[1:], start=2):
-        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( frozen)?", line):
+        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|-))?( frozen)?", line):
             names.append(unit[2])
             params.append(tuple(int(p) for p in unit[3].split(",")))
             stages.setdefault(int(unit[4]), []).append(int(unit[1]))
-            frozen += [int(unit[1])] if unit[5] else []
+            inputs += [tuple(int(u) for u in unit[6].split(",") if u != "-")] if unit[5] else []
+            frozen += [int(unit[1])] if unit[7] else []
         elif line == f"rank {len(ranks)}":
             ranks.append([])
         elif line.startswith("  ") and ranks:
@@ -140,4 +143,5 @@ def read_program(text: str) -> Program:
         passes=tuple(p for p in head[4].split(",") if p),
         ranks=tuple(tuple(r) for r in ranks),
         frozen=tuple(frozen),
+        inputs=tuple(inputs),
     )

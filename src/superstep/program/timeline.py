@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Lane, Program, lane
+from superstep.program.needed_values import NeededValues
 
 Channel: TypeAlias = tuple[Lane, str, int | None]
 Arrival: TypeAlias = tuple[Lane, int, int | None]
@@ -38,6 +39,7 @@ class Needs:
     """What an instruction needs, of what was issued before (the table in ``instructions``)."""
 
     def __init__(self, program: Program) -> None:
+        self._values = NeededValues(program)
         # Made once: a program asks for them again with each microbatch.
         self._fetched: list[list[Arrival]] = [[("fetch", u, None) for u in units] for units in program.params]
         self._reduced: list[Arrival] = [("reduce", u, None) for u in range(len(program.units))]
@@ -45,10 +47,10 @@ class Needs:
 
     def __call__(self, instruction: Instruction) -> list[Arrival]:
         match instruction:
-            case ins.Forward(unit, m):
-                return [("act", unit, m), *self._fetched[unit]]
-            case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
-                return [("grad", unit + 1, m), *self._fetched[unit]]
+            case ins.Forward(unit) | ins.Backward(unit) | ins.BackwardInput(unit):
+                return [*self._values(instruction), *self._fetched[unit]]
+            case ins.Send():
+                return [*self._values(instruction)]
             case ins.Recompute(unit, _):
                 return self._fetched[unit]
             case ins.Settle(unit):

@@ -45,15 +45,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A unit's name, and all parameters that it reads."""
+    """A unit.
+
+    Attributes:
+        parameters: all that it reads.
+        inputs: names of the units whose outputs it takes, and of fields of the batch; none: the output of the unit
+            before.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model's units in order. The first takes the input; the loss is of the last one's output."""
+    """A model's units, each after those whose outputs it takes. The loss is of the last one's output."""
 
     units: tuple[Unit, ...]
 
@@ -86,6 +93,19 @@ class Outline:
             (number, *sorted({owners[p.name] for p in unit.parameters} - {number}))
             for number, unit in enumerate(self.units)
         )
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each unit, the units whose outputs it takes, in the order of its arguments; () for a chain."""
+        numbers = {name: number for number, name in enumerate(self.names)}
+        taken = tuple(
+            tuple(numbers[name] for name in unit.inputs if name in numbers)
+            if unit.inputs
+            else tuple(range(max(number - 1, 0), number))
+            for number, unit in enumerate(self.units)
+        )
+        is_chain = all(units == tuple(range(max(number - 1, 0), number)) for number, units in enumerate(taken))
+        return () if is_chain else taken
 
     @property
     def recomputed(self) -> tuple[bool, ...]:

@@ -27,6 +27,7 @@ from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
 from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_window
+from superstep.plan.sharding.edges import list_taken_values, require_no_return
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
@@ -48,6 +49,7 @@ class Plan(ZeroStage):
         params: for each unit, the units that own the parameters that it reads: itself, and the embedding for a tied
             head.
         frozen: units without trained parameters.
+        inputs: for each unit, the units whose outputs it takes; () for a chain.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
         snapshots: whether the step copies the state into memory that outlives the ranks.
@@ -75,6 +77,7 @@ class Plan(ZeroStage):
     params: tuple[tuple[int, ...], ...]
     frozen: tuple[int, ...]
     recomputed: tuple[bool, ...]
+    inputs: tuple[tuple[int, ...], ...] = ()
     snapshots: bool = False
 
     def trains(self, family: Family) -> bool:
@@ -171,14 +174,17 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
     if config.state.recompute_every is not None:
         check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
+    stages = stages_of(plan, _work(config, shape, outline))
+    placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks)
+    require_no_return(outline.names, stages, placement, list_taken_values(len(outline.names), outline.inputs))
     return Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
         context=plan.context,
         schedule=plan.schedule,
         chunks=plan.chunks,
-        stages=stages_of(plan, _work(config, shape, outline)),
-        placement=place(plan.schedule, pp=plan.pp, chunks=plan.chunks),
+        stages=stages,
+        placement=placement,
         microbatches=microbatches,
         microbatch=plan.microbatch,
         microbatch_group=plan.microbatch_group or microbatches,
@@ -193,6 +199,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         params=outline.reads,
         frozen=() if config.lora is None else without_adapters(outline),
         recomputed=outline.recomputed,
+        inputs=outline.inputs,
         snapshots=config.state.snapshot_every is not None,
     )
 

@@ -166,8 +166,10 @@ class _Run:
             self.waiting[channel, i.unit, i.microbatch] = (place, i, self.clock_s[rank])
             return
         other_place, other_i, other_s = other
-        start_s = max(self.clock_s[rank], other_s, self.channel_free_s.get(channel, 0.0))
         send = i if isinstance(i, ins.Send) else other_i
+        # What is only passed on must have come.
+        came_s = max([self.came_s[channel[0]].get(value, 0.0) for value in self.waits_for(send)])
+        start_s = max(self.clock_s[rank], other_s, came_s, self.channel_free_s.get(channel, 0.0))
         end_s = start_s + self.durations(send, channel[0])
         self.channel_free_s[channel] = end_s
         self._came(place, i, start_s, end_s)

@@ -1,0 +1,63 @@
+"""Edges between units: which values a unit takes, and which pass between two stages.
+
+Value ``v`` is what unit ``v - 1`` returns: in a chain, the input of unit ``v``. A value that a later stage takes goes
+through the stages between, from each to the next, and its gradient the same way back: every stage adds the gradients of
+its own readers. So the sum has one order, from the last reader to the first, on every layout.
+
+    units    a  b  c | d  e | f        value 1 (what a returns) is taken by b and f
+    passes           3 1    5 1        between the stages: value 3 and 1, then 5 and 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.errors import ConfigError
+
+Values = tuple[int, ...]
+
+
+def list_taken_values(units: int, inputs: Sequence[Sequence[int]]) -> tuple[Values, ...]:
+    """The values that each unit takes, in the order of its arguments.
+
+    Args:
+        units: their number.
+        inputs: for each unit, the units whose outputs it takes; empty for a chain.
+    """
+    if not inputs:
+        return ((), *((unit,) for unit in range(1, units)))
+    return tuple(tuple(unit + 1 for unit in before) for before in inputs)
+
+
+def list_passing_values(stages: Sequence[Values], taken: Sequence[Values]) -> tuple[Values, ...]:
+    """The values that enter each stage from the one before, the newest first; one more entry, empty, ends them."""
+    stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
+    last_reader = {value: stage_of[unit] for unit, values in enumerate(taken) for value in values}
+    entering: list[list[int]] = [[] for _ in range(len(stages) + 1)]
+    for value in sorted(last_reader, reverse=True):
+        for stage in range(stage_of[value - 1] + 1, last_reader[value] + 1):
+            entering[stage].append(value)
+    return tuple(map(tuple, entering))
+
+
+def require_no_return(
+    names: Sequence[str], stages: Sequence[Values], placement: Sequence[int], taken: Sequence[Values]
+) -> None:
+    """Refuse a value that comes to one pipeline rank twice, where it could not be told from itself.
+
+    Raises:
+        ConfigError: naming the unit that returns it.
+    """
+    ranks: dict[int, list[int]] = {}
+    for stage, values in enumerate(list_passing_values(stages, taken)[:-1]):
+        for value in values:
+            before = ranks.setdefault(value, [placement[stage - 1]])
+            if placement[stage] == before[-1]:
+                continue
+            if placement[stage] in before:
+                raise ConfigError(
+                    f"what unit '{names[value - 1]}' returns would come to pipeline rank {placement[stage]} twice, "
+                    "because plan.schedule or plan.chunks gives a rank several stages; set plan.schedule to '1f1b', or "
+                    "plan.stages so that the units that take it are in the next stage."
+                )
+            before.append(placement[stage])
