@@ -171,19 +171,18 @@ def configuration() -> str:
     parts += [
         "## A Hugging Face config.json",
         "`model.name` may be the path of a `config.json` of one of these types. A key that the file leaves out has "
-        "the default of transformers. A file is refused if only some of its blocks have experts. If only some blocks "
-        "have a sliding window, `superstep plan` prices the model, but Superstep cannot train it yet. The same holds "
-        f"for {_named(PRICED)} and for files of the types "
-        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}. Models with layers of a state space, of linear "
-        "attention, of recurrences or of convolutions can be neither priced nor trained; their files are refused by "
-        "name.",
+        "the default of transformers. A file is refused if only some of its blocks have experts. `superstep plan` "
+        f"prices {_named(PRICED)} and files of the types "
+        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}, but Superstep cannot train them yet. Models "
+        "with layers of a state space, of linear attention, of recurrences or of convolutions can be neither "
+        "priced nor trained; their files are refused by name.",
         table(("model_type", "models", "in addition to Llama"), _FAMILIES),
         "Superstep uses every key, or refuses it with a value that would work, or lists it below as a key without "
         "effect. `rope_theta` may stand alone or in `rope_parameters`; if both are given they must be equal. "
         "Wavelengths may be scaled as in `linear`, `llama3` and `yarn`. `initializer_range` is the standard deviation "
         "of the first values of matrices. `router_aux_loss_coef` becomes `model.balance_weight` "
-        "([losses](../explanation/experts.md#losses)). Plain attention and Ulysses support a sliding window. "
-        "If sequences are longer than the window, ring attention and exact mode are refused.",
+        "([losses](../explanation/experts.md#losses)). A sliding window may differ by layer; every layout supports it, "
+        "but ring attention in fast mode is refused if sequences are longer than the window.",
         "Each of these keys may have only one value, the same for every type or one for each type: "
         + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
         + ". These keys change nothing:",

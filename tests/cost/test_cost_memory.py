@@ -319,7 +319,9 @@ def test_a_block_keeps_what_is_predicted(compute, qk_norm):
 
 
 @COMPUTE
-@pytest.mark.parametrize("fields", [{"qkv_bias": True}, {"window": 12}, {"window": 32}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"qkv_bias": True}, {"window": 12}, {"window": 32}, {"window": 12, "full_layers": (0,)}], ids=str
+)
 def test_what_a_foreign_block_has_besides_is_predicted(compute, fields, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(to_hf_config(replace(shape_of(MODEL), **fields))))

@@ -11,14 +11,15 @@ import torch.distributed as dist
 
 from superstep.engine.attention import document_attention
 from superstep.engine.attention.choose_attention import GatheredKeys
-from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
+from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.parallel import flash_varlen, ring
 from superstep.engine.parallel.ring import RingAttend
 from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.kernels import attention as kernel
-from superstep.model.decoder import Sliding
+from superstep.model.decoder import flash
 from superstep.numerics.tolerance import TOLERANCE
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.sharding.sequence import places, positions
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -295,10 +296,10 @@ def test_a_window_in_the_kernel_is_that_of_the_model(case, window):
     if kernel.compile_library().library is None:
         pytest.skip(kernel.compile_library().why)
     found = []
-    for attend, dtype in ((WindowAttend(window), torch.float32), (Sliding(window), torch.float64)):
+    for attend, dtype in ((DocumentAttend(is_compiled=True), torch.float32), (flash, torch.float64)):
         *qkv, grad = (x.to(dtype) for x in case.inputs())
         qkv = [x.requires_grad_() for x in qkv]
-        out = attend(*qkv)
+        out = attend(*qkv, AttentionRule(window=window))
         found.append([x.detach().double() for x in (out, *torch.autograd.grad(out, qkv, grad))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

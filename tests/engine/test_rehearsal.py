@@ -91,7 +91,7 @@ def forward_flops(run):
     """Operations of each unit's forward pass over one microbatch on one tensor-parallel rank, in model order."""
     d = local_dims(run)
     shape = run.shape
-    tokens = count_visible_tokens(shape, d.S)
+    tokens = count_visible_tokens(shape, 0, d.S)
     attention = 2 * d.T * d.D * (d.N + 2 * d.K) * d.H + 2 * d.T * d.N * d.H * d.D + 4 * d.T * tokens * d.N * d.H
     inner = 6 * d.Tf * d.D * d.F
     if shape.moe:

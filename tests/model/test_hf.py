@@ -54,6 +54,7 @@ SHAPES_BY_NAME = {
     "qwen3": QWEN,
     "qwen3-tied": replace(QWEN, tied=True),
     "qwen3-sliding": replace(QWEN, window=40, rope_scaling=YARN),
+    "qwen3-mixed": replace(QWEN, window=40, full_layers=(0,)),
     "mixtral": MIXTRAL,
     "mixtral-sliding": replace(MIXTRAL, window=40),
     "qwen3-moe": QWEN_MOE,

@@ -106,7 +106,7 @@ def test_a_token_changes_no_logits_before_it(shape):
 
 @SHAPE
 def test_attention_is_an_argument(shape):
-    def textbook(q_BSNH, k_BSKH, v_BSKH):
+    def textbook(q_BSNH, k_BSKH, v_BSKH, rule):
         S, group = q_BSNH.shape[1], q_BSNH.shape[2] // k_BSKH.shape[2]
         k_BSNH, v_BSNH = (x.repeat_interleave(group, dim=2) for x in (k_BSKH, v_BSKH))
         scores = torch.einsum("bsnh,btnh->bnst", q_BSNH, k_BSNH) / q_BSNH.shape[-1] ** 0.5

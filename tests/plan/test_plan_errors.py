@@ -254,11 +254,6 @@ HF: list[tuple[dict[str, object], str]] = [
     ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers = [0] is not supported; it must be []"),
     ({**QWEN3_MOE, "num_experts": 8, "num_local_experts": 4}, "num_local_experts = 4 is not supported; it must be 8"),
     (
-        {**QWEN2, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        "has a sliding window in 3 of 4 layers, which superstep plan can price but Superstep cannot train yet; set "
-        "model.name to",
-    ),
-    (
         {**QWEN2, "layer_types": ["sliding_attention"] * 4},
         "a sliding window, but the window is off; set use_sliding_window to",
     ),

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from superstep.kernels.compile_cpp import BuildResult
-from superstep.model.decoder import Decoder, Sliding, flash
+from superstep.model.decoder import Decoder, flash
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import SHAPES
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
@@ -88,12 +89,14 @@ def paged(built, q, k, v, chunks, *, window=None, page_tokens=16, seed=0):
     store.values.fill_(torch.nan)
     order = torch.randperm(2 * pages + 3, generator=torch.Generator().manual_seed(seed)).tolist()
     tables = order[:pages], order[pages : 2 * pages]
-    attention, out, at = TiledAttention(built.library, store, window), [[], []], 0
+    attention, out, at = TiledAttention(built.library, store), [[], []], 0
     for count in chunks:
         held = -(-(at + count) // page_tokens)
         parts = [RequestRows(first=at, count=count, pages=tuple(table[:held])) for table in tables]
         rows = slice(at, at + count)
-        mixed = attention(parts)(1)(*(torch.cat((x[:1, rows], x[1:, rows]), 1) for x in (q, k, v)))
+        mixed = attention(parts)(1)(
+            *(torch.cat((x[:1, rows], x[1:, rows]), 1) for x in (q, k, v)), AttentionRule(window=window)
+        )
         for text, mine in zip(out, mixed[0].split(count), strict=True):
             text.append(mine)
         at += count
@@ -106,7 +109,7 @@ def test_attention_over_pages(built, heads, kv_heads, width, window):
     tokens = 150
     q = numbers(2, tokens, heads, width, seed=9).bfloat16() * 2
     k, v = (numbers(2, tokens, kv_heads, width, seed=seed).bfloat16() for seed in (1, 2))
-    exact = (Sliding(window) if window else flash)(q.double(), k.double(), v.double())
+    exact = flash(q.double(), k.double(), v.double(), AttentionRule(window=window))
     out = paged(built, q, k, v, [tokens], window=window)
     # Each is a mean of values, so that errors of the shares are of the values' own size.
     assert (out.double() - exact).abs().max() < 2 * BF16 * v.double().abs().max()

@@ -1,6 +1,7 @@
 """Attention as a GPU computes it without Triton, trained and served: by torch's kernels, which CUDA's rules bind."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from superstep.comm.device import Device
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.saved_activations import with_kept
-from superstep.model.decoder import Sliding, attention_of, flash
+from superstep.model.decoder import flash
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import FEW, KvCache
@@ -26,7 +28,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 S = 40
 """Tokens: more than a window, and no multiple of it."""
 STARTS = torch.tensor([0] * 13 + [13] * 27).expand(2, S)
-ATTENDS = {"whole": flash, "window": Sliding(16), "block": DocumentAttend(), "documents": DocumentAttend(STARTS)}
+ATTENDS = {
+    "whole": flash,
+    "window": partial(flash, rule=AttentionRule(window=16)),
+    "block": DocumentAttend(),
+    "documents": DocumentAttend(STARTS),
+}
 
 
 def drawn(heads, width, dtype, seed):
@@ -62,7 +69,7 @@ def test_no_scores_are_made_whole(attend, heads, width, dtype):
 def test_keys_of_every_query_head_are_counted_where_they_are_kept(window, dtype):
     run = run_of(window, dtype)
     counted = [unit_bytes(one)[1].kept_all for one in (run, with_kept(run, Device("cuda", 0)))]
-    here_bytes, there_bytes = (kept_bytes(attention_of(run.shape), run, place) for place in (CPU, GPU))
+    here_bytes, there_bytes = (kept_bytes(partial(flash, rule=run.shape.rule(0)), run, place) for place in (CPU, GPU))
     # The efficient kernel keeps two numbers of a seed for each block of a window, whose masks have rows of 16 numbers.
     assert there_bytes - here_bytes == pytest.approx(counted[1] - counted[0], abs=160)
     assert (counted[1] > counted[0]) == (dtype == "fp32" or window is not None)
@@ -123,8 +130,8 @@ def served(step, window, dtype, width, heads, place):
     generator.manual_seed(2)
     counts = (heads[0], heads[1], heads[1])
     q, k, v = (torch.randn(1, rows, n, width, generator=generator).to(place, dtype) for n in counts)
-    attention = PagedAttention(store, window=window, is_exact=False)
-    return lambda: attention(parts)(LAYER), lambda attend: attend(q, k, v)
+    attention = PagedAttention(store, is_exact=False)
+    return lambda: attention(parts)(LAYER), lambda attend: attend(q, k, v, AttentionRule(window=window))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)], ids=str)

@@ -72,11 +72,6 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["plan.cp = 2 with plan.context = 'ring' has no sliding window", "4096 tokens", "plan.context to 'ulysses'"],
     ),
     (
-        {"model__name": "mistral-7b", "data__sequence_tokens": 8192, "numerics__exact": True},
-        None,
-        ["numerics.exact = true has no sliding window", "set data.sequence_tokens to 4096 or less, or numerics.exact"],
-    ),
-    (
         {"model__name": "qwen2.5-0.5b", "model__experts": 4},
         None,
         ["model.experts = 4 with biases on queries, keys and values", "leave model.experts out"],

@@ -18,7 +18,11 @@ from superstep.train.proof.prove_tolerance import prove, write_reference
 
 pytestmark = pytest.mark.multiproc
 
-OF = {"qwen2": {"qkv_bias": True}, "mistral": {"window": 6}}
+OF = {
+    "qwen2": {"qkv_bias": True},
+    "mistral": {"window": 6},
+    "qwen3": {"qk_norm": True, "window": 6, "full_layers": (1,)},
+}
 LAYOUTS = [
     ("qwen2", {"tp": 2}),
     ("qwen2", {"tp": 2, "sequence_parallel": False, "recompute": "full"}),
@@ -28,6 +32,8 @@ LAYOUTS = [
     ("mistral", {"dp": 2, "zero": 2, "recompute": "selective"}),
     ("mistral", {"tp": 2, "recompute": "full"}),
     ("mistral", {"cp": 2, "context": "ulysses"}),
+    ("qwen3", {"pp": 2, "recompute": "selective"}),
+    ("qwen3", {"cp": 2, "context": "ulysses"}),
 ]
 
 
@@ -48,7 +54,7 @@ def test_every_kind_of_layout_computes_what_one_device_does(pool, tmp_path):
     for kind in OF:
         run = resolve(_config(kind, tmp_path))
         assert run.shape.qkv_bias == (kind == "qwen2")
-        assert run.shape.window == (6 if kind == "mistral" else None)
+        assert run.shape.window == OF[kind].get("window")
         (tmp_path / kind).mkdir()
         torch.set_num_threads(1)
         write_reference(run.shape, run.config.train, small.batches(), tmp_path / kind)
@@ -62,8 +68,8 @@ def test_every_kind_of_layout_computes_what_one_device_does(pool, tmp_path):
 EXACT = [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}]
 
 
-def _exact(folder, **plan):
-    found = _config("qwen2", folder, **plan)
+def _exact(kind, folder, **plan):
+    found = _config(kind, folder, **plan)
     return resolve(replace(found, numerics=replace(found.numerics, exact=True, exact_chunks=4)))
 
 
@@ -80,11 +86,12 @@ def _prove_exact(rank, world, runs, folder):
     return verdicts
 
 
-def test_biases_have_the_same_bits_on_every_layout(pool, tmp_path):
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_foreign_model_has_the_same_bits_on_every_layout(kind, pool, tmp_path):
     folder = tmp_path / "bits"
     folder.mkdir()
-    pool.run(1, _write, _exact(tmp_path), str(folder), timeout_s=120)
-    runs = [_exact(tmp_path, **plan) for plan in EXACT]
+    pool.run(1, _write, _exact(kind, tmp_path), str(folder), timeout_s=120)
+    runs = [_exact(kind, tmp_path, **plan) for plan in EXACT]
     for plan, verdict in zip(EXACT, pool.run(2, _prove_exact, runs, str(folder), timeout_s=300)[0], strict=True):
         assert verdict.compared > 0
         assert verdict.is_proven, (plan, verdict)

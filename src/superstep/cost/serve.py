@@ -61,7 +61,7 @@ class RankModelSize:
         key_numbers: key heads of this rank times their width.
         query_heads: of this rank.
         bytes: of a number.
-        window: tokens that a row sees; None for all.
+        window: tokens that a row sees in every layer; None for all.
     """
 
     layers: int
@@ -136,7 +136,7 @@ def model_of_rank(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModel
         key_numbers=K * H,
         query_heads=N,
         bytes=number_bytes,
-        window=shape.window,
+        window=None if shape.full_layers else shape.window,
     )
 
 

@@ -76,6 +76,7 @@ _SAVED = frozenset(
         _ATEN._scaled_dot_product_efficient_attention.default,
         _ATEN._scaled_dot_product_cudnn_attention.default,
         torch.ops.superstep.document_attention.default,
+        torch.ops.superstep.blockwise_attention.default,
         torch.ops.superstep.ring_attention.default,
     }
 )

@@ -71,13 +71,20 @@ def attend(
 
 
 def add_backward(
-    grad_BNSH: Tensor, inputs: Qkv, out_BNSH: Tensor, lse_BNS: Tensor, *, first: int, summed: Summed
+    grad_BNSH: Tensor,
+    inputs: Qkv,
+    out_BNSH: Tensor,
+    lse_BNS: Tensor,
+    *,
+    first: int,
+    summed: Summed,
+    starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, float]:
     """The gradient of the queries; those of keys and values are added to ``summed``. All is fp32.
 
     Args:
         inputs: queries, keys and values, as in the forward pass.
-        first: as in the forward pass.
+        first, starts_BS: as in the forward pass.
 
     Returns:
         The gradient [B, N, S, H], and the largest of the parts' sums that were not below the limit, in size; 0 where
@@ -85,7 +92,7 @@ def add_backward(
     """
     grad, outside = empty_like(inputs[0]), torch.zeros(1)
     grads = grad_BNSH, grad, summed.dk, summed.dv
-    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=True, first=first, grads=grads)
+    call = KernelArgs(inputs, out_BNSH, lse_BNS, is_causal=True, starts=starts_BS, first=first, grads=grads)
     call.sum_by(torch.tensor(summed.ends), summed.scale, summed.limit, outside)
     call.run("superstep_attention_backward")
     return grad, outside.item()

@@ -32,7 +32,9 @@ def pad_rows(x_RX: Tensor) -> Tensor:
     return F.pad(x_RX, (0, 0, 0, max(0, ROWS - x_RX.shape[-2])))
 
 
-def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: Tensor) -> Tensor:
+def attend_rows(
+    rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: Tensor, soft_cap: float | None = None
+) -> Tensor:
     """The mixed values, [b, R, H], fp32.
 
     Args:
@@ -40,29 +42,51 @@ def attend_rows(rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: 
         keys_bPH: fp32, whole blocks.
         values_bPH: fp32; values hidden from all rows must be finite.
         hidden: which keys a row does not see: [R, P] or [b, R, P]. Each row sees at least one.
+        soft_cap: a score s becomes soft_cap · tanh(s / soft_cap); None leaves it.
     """
     rows = rows_bRH.shape[1]
     rows_bRH, hidden = pad_rows(rows_bRH), pad_rows(hidden)
-    weights_bRP, total_bR1 = _weights(rows_bRH, keys_bPH, hidden)
+    weights_bRP, total_bR1, _ = _weights(rows_bRH, keys_bPH, hidden, soft_cap)
     out = product(weights_bRP[..., :BLOCK], values_bPH[:, :BLOCK])
     for at in range(BLOCK, keys_bPH.shape[1], BLOCK):
         out = product(weights_bRP[..., at : at + BLOCK], values_bPH[:, at : at + BLOCK], out)
     return out.div_(total_bR1)[:, :rows]
 
 
-def probabilities(rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor) -> Tensor:
-    """The weights of ``attend_rows``, each row with sum one: [b, R, P]."""
-    weights_bRP, total_bR1 = _weights(rows_bRH, keys_bPH, hidden)
-    return weights_bRP.div_(total_bR1)
+def probabilities(
+    rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The weights of ``attend_rows``, each row with sum one, and the slope of the soft cap, if there is one: [b, R, P]
+    each.
+    """
+    weights_bRP, total_bR1, slope_bRP = _weights(rows_bRH, keys_bPH, hidden, soft_cap)
+    return weights_bRP.div_(total_bR1), slope_bRP
 
 
-def _weights(rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(score - largest score), and its sum over each row: [b, R, P], [b, R, 1]."""
+def _weights(
+    rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor, soft_cap: float | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """exp(score - largest score), its sum over each row, and the slope of the soft cap: [b, R, P], [b, R, 1], [b, R,
+    P].
+    """
     assert keys_bPH.shape[1] % BLOCK == 0, "keys come in whole blocks"
     scores_bRP = product(rows_bRH, keys_bPH.transpose(1, 2)).mul_(rows_bRH.shape[-1] ** -0.5)
+    slope_bRP = None
+    if soft_cap is not None:
+        bent_bRP = exact_tanh(scores_bRP.div_(soft_cap))
+        scores_bRP, slope_bRP = bent_bRP * soft_cap, bent_bRP.square().neg_().add_(1.0)
     scores_bRP.masked_fill_(hidden, float("-inf"))
     weights_bRP = scores_bRP.sub_(scores_bRP.amax(-1, keepdim=True)).exp_()
     first, *others = row_sum(weights_bRP.unflatten(-1, (-1, BLOCK))).unbind(-2)
     for part in others:
         first = first + part
-    return weights_bRP, first
+    return weights_bRP, first, slope_bRP
+
+
+def exact_tanh(x: Tensor) -> Tensor:
+    """tanh by exponential and division: the bits of an element do not depend on its place. Torch's own differ between a
+    vector and the remainder.
+    """
+    # With e^(-2|x|), which cannot overflow; near 0 the error is that of a number near 1, 6e-8.
+    shrunk = x.abs().mul_(-2.0).exp_()
+    return (1.0 - shrunk).div_(shrunk.add_(1.0)).copysign_(x)

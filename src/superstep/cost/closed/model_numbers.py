@@ -145,5 +145,5 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
         key_rank=array(latent.key_rank if latent else 0),
         frozen=array(0),
         window=array(shape.window or 0),
-        windowed_layers=array((1 - shape.full_layers / shape.layers) * (shape.window is not None)),
+        windowed_layers=array((1 - len(shape.full_layers) / shape.layers) * (shape.window is not None)),
     )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from superstep.cost.program.flops import LocalDims, local_dims
 from superstep.plan.model.outline import Parameter
-from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.unit_flops import count_visible_tokens, forward_flops_per_token
 
@@ -94,11 +93,8 @@ def count_kept_outputs(run: Resolved) -> int:
 def flops_per_token(run: Resolved) -> int:
     """Operations for training the adapters on one token, by ``CONVENTION``."""
     shape, tokens = run.shape, run.config.data.sequence_tokens
-    attention = shape.layers * _attention(shape, tokens)
+    visible = sum(count_visible_tokens(shape, layer, tokens) for layer in range(shape.layers))
+    attention = 4 * visible * shape.heads * shape.head_dim
     frozen = sum(forward_flops_per_token(shape, tokens)) - attention
     factors = sum(2 * (p.dims[0] * p.dims[1]) for unit in run.outline.units for p in unit.parameters if p.factor)
     return 2 * frozen + 3 * (attention + factors)
-
-
-def _attention(shape: ModelShape, tokens: int) -> int:
-    return 4 * count_visible_tokens(shape, tokens) * shape.heads * shape.head_dim

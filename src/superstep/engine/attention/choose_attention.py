@@ -10,14 +10,14 @@ from torch import Tensor
 
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh
-from superstep.engine.attention.document_attention import DocumentAttend, WindowAttend
+from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.layers.fused import wants_kernels
 from superstep.engine.parallel.ring import RingAttend
 from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
-from superstep.model.decoder import Attend, Sliding, attention_of, flash
+from superstep.model.decoder import Attend, flash
 from superstep.numerics.fixed_point import ACTIVATION, RangeExcess
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Resolved
@@ -94,14 +94,9 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: RangeExces
         in_kernel = is_compiled(run, mesh.device)
         if group is not None and run.plan.context == "ring":
             return RingAttend(group, starts, in_kernel)
-        across = flash if run.decoder is None else attention_of(run.decoder)
-        whole = across
         if starts is not None and in_kernel:  # once for all units
             starts = starts.to(mesh.device.torch)
-        if starts is not None or (in_kernel and across is flash):
-            whole = DocumentAttend(starts, in_kernel)
-        elif in_kernel and isinstance(across, Sliding):
-            whole = WindowAttend(across.window)
+        whole = flash if starts is None and not in_kernel else DocumentAttend(starts, in_kernel)
         return whole if group is None else UlyssesAttend(group, whole)
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)

@@ -21,7 +21,9 @@ from torch import Tensor
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds
 from superstep.kernels import attention as kernel
-from superstep.model.decoder import Sliding
+from superstep.kernels.blockwise_attention import attend_blockwise
+from superstep.model.decoder import flash
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +33,35 @@ class DocumentAttend:
     Attributes:
         starts: int64 [B, S], on the host, or on the device for ``kernels.attention``: for each position, the start of
             its document within the row; None for one document in each row.
-        is_compiled: whether ``kernels.attention`` computes it, where it supports the heads.
+        is_compiled: whether ``kernels.attention`` computes it, where it supports the heads and the rule.
     """
 
     starts: Tensor | None = None
     is_compiled: bool = False
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """The attention output: [B, S, N, H]."""
-        out_BSNH: Tensor = document_attention(q_BSNH, k_BSKH, v_BSKH, self.starts, self.is_compiled)[0]
-        return out_BSNH
+        qkv, window = (q_BSNH, k_BSKH, v_BSKH), rule.window_in(q_BSNH.shape[1])
+        out_BSNH: Tensor
+        if rule.soft_cap is not None:
+            return attend_blockwise(*qkv, window=window, soft_cap=rule.soft_cap, starts_BS=self.starts)
+        if window is None:
+            out_BSNH = document_attention(*qkv, self.starts, self.is_compiled)[0]
+            return out_BSNH
+        if self.is_compiled and kernel.fits(*qkv):
+            whole = (x.contiguous() for x in qkv)  # contiguous, as the kernel needs
+            out_BSNH = document_attention(*whole, self._starts_in(window, q_BSNH), True)[0]  # noqa: FBT003
+            return out_BSNH
+        if self.starts is None:
+            return flash(*qkv, rule)
+        return attend_blockwise(*qkv, window=window, starts_BS=self.starts)
 
-
-@dataclass(frozen=True, slots=True)
-class WindowAttend:
-    """``model.decoder.Sliding`` by ``kernels.attention``, with a start for each query. Unsupported heads use
-    ``Sliding``.
-    """
-
-    window: int
-
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
-        """The attention output: [B, S, N, H]."""
-        if not kernel.fits(q_BSNH, k_BSKH, v_BSKH):
-            return Sliding(self.window)(q_BSNH, k_BSKH, v_BSKH)
+    def _starts_in(self, window: int, q_BSNH: Tensor) -> Tensor:
+        """The first key that each query sees, [B, S]: its window's, or its document's within that."""
         B, S = q_BSNH.shape[:2]
         places = torch.arange(S, device=q_BSNH.device)
-        starts_BS = (places - (self.window - 1)).clamp_(min=0).expand(B, S) if self.window < S else None
-        whole = (x.contiguous() for x in (q_BSNH, k_BSKH, v_BSKH))  # contiguous, as the kernel needs
-        out_BSNH: Tensor = document_attention(*whole, starts_BS, True)[0]  # noqa: FBT003
-        return out_BSNH
+        starts_BS = (places - (window - 1)).clamp_(min=0).expand(B, S)
+        return starts_BS if self.starts is None else torch.maximum(starts_BS, self.starts.to(q_BSNH.device))
 
 
 @torch.library.custom_op("superstep::document_attention", mutates_args=())

@@ -23,6 +23,7 @@ from superstep.kernels import exact_attention as kernel
 from superstep.kernels.invariant import product, row_sum
 from superstep.numerics.fixed_point import ACTIVATION, Grid
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
 class KeyExchange(Protocol):
@@ -61,9 +62,9 @@ class ExactAttend:
     grid: Grid = ACTIVATION
     starts: Tensor | None = None
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """The attention output: [B, S, N, H]."""
-        out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self, rule)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, chunk: int, length: int, sequences: int) -> Iterator[QueryPart]:
@@ -94,45 +95,71 @@ class QueryPart:
     end: int
     start: int
 
-    def hidden(self, device: torch.device) -> Tensor:
+    def hidden(self, window: int | None, device: torch.device) -> Tensor:
         """Mask of hidden keys, of whole blocks: [queries, P]."""
         keys = self.end - self.start + -(self.end - self.start) % BLOCK
-        place = torch.arange(self.first - self.start, self.end - self.start, device=device)
-        return torch.arange(keys, device=device) > place[:, None]
+        place = torch.arange(self.first - self.start, self.end - self.start, device=device)[:, None]
+        at = torch.arange(keys, device=device)
+        return at > place if window is None else (at > place) | (at <= place - window)
+
+
+def _starts(parts: Sequence[QueryPart], window: int | None) -> Tensor | None:
+    """The first key that each query of consecutive parts sees, counted from the parts' first key: [queries]."""
+    if window is None:
+        return None
+    place = torch.arange(parts[0].first, parts[-1].end)
+    return (place - parts[0].start - (window - 1)).clamp_(min=0)
+
+
+def _by_kernel(x: Tensor, rule: AttentionRule) -> bool:
+    """Whether the kernel, which has no soft cap, computes such heads."""
+    return rule.soft_cap is None and kernel.takes(x)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: ExactAttend) -> Tensor:  # noqa: ANN401
-        ctx.dtype, ctx.how = q.dtype, how
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        how: ExactAttend,
+        rule: AttentionRule,
+    ) -> Tensor:
+        ctx.dtype, ctx.how, ctx.rule = q.dtype, how, rule
         keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
-        if not kernel.takes(q):
+        if not _by_kernel(q, rule):
             ctx.save_for_backward(q, keys, values)
-            return _attend_rows(how, q, keys, values)
+            return _attend_rows(how, rule, q, keys, values)
         out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for parts, (rows, places) in _stretches(how, q):
             here, keys_here = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
             first = parts[0].first - parts[0].start
-            mixed, lse = kernel.attend(_wide(q[here]), _wide(keys[keys_here]), _wide(values[keys_here]), first=first)
+            qkv = _wide(q[here]), _wide(keys[keys_here]), _wide(values[keys_here])
+            mixed, lse = kernel.attend(*qkv, first=first, starts_BS=_expand(_starts(parts, rule.window), rows))
             out[here], lse_BNS[rows, :, places] = mixed.transpose(1, 2), lse
         ctx.save_for_backward(q, keys, values, out, lse_BNS)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
         q, keys, values, *outcome = ctx.saved_tensors
         how: ExactAttend = ctx.how
         dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (keys, values))
         to = torch.empty_like(q), dkeys, dvalues
         if outcome:
-            _in_kernel(how, (grad.contiguous(), q, keys, values, *outcome), to)
+            _in_kernel(how, ctx.rule, (grad.contiguous(), q, keys, values, *outcome), to)
         else:
-            _by_torch(how, (grad, q, keys, values), to)
+            _by_torch(how, ctx.rule, (grad, q, keys, values), to)
         dk, dv = (how.grid.take(how.exchange.scatter_sum(x)).to(ctx.dtype) for x in (dkeys, dvalues))
-        return to[0], dk, dv, None
+        return to[0], dk, dv, None, None
 
 
-def _attend_rows(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _expand(starts: Tensor | None, rows: slice) -> Tensor | None:
+    return None if starts is None else starts.expand(rows.stop - rows.start, -1)
+
+
+def _attend_rows(how: ExactAttend, rule: AttentionRule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """The attention output by torch's operations, a chunk's queries at a time."""
     out = torch.empty_like(q)
     for part, here in _parts(how, q):
@@ -141,13 +168,16 @@ def _attend_rows(how: ExactAttend, q: Tensor, keys: Tensor, values: Tensor) -> T
             _rows(q[here], keys.shape[2]),
             pad_keys(_by_head(keys[part.sequences, places_of_keys])),
             pad_keys(_by_head(values[part.sequences, places_of_keys])),
-            part.hidden(q.device).repeat(heads, 1),
+            part.hidden(rule.window, q.device).repeat(heads, 1),
+            rule.soft_cap,
         )
         out[here] = _unrows(mixed, q[here]).to(q.dtype)
     return out
 
 
-def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tensor, Tensor]) -> None:
+def _in_kernel(
+    how: ExactAttend, rule: AttentionRule, of: tuple[Tensor, ...], to: tuple[Tensor, Tensor, Tensor]
+) -> None:
     """The gradients of queries, keys and values, from the output's gradient, inputs, output and lse."""
     grad, q, keys, values, out, lse_BNS = of
     dq, dkeys, dvalues = to
@@ -159,6 +189,7 @@ def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tenso
             _wide(out[here]),
             lse_BNS[rows, :, places],
             first=parts[0].first - parts[0].start,
+            starts_BS=_expand(_starts(parts, rule.window), rows),
             summed=kernel.Summed(
                 dk=dkeys[keys_here].transpose(1, 2),
                 dv=dvalues[keys_here].transpose(1, 2),
@@ -172,7 +203,9 @@ def _in_kernel(how: ExactAttend, of: tuple[Tensor, ...], to: tuple[Tensor, Tenso
             how.grid.refuse(outside)
 
 
-def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: tuple[Tensor, ...]) -> None:
+def _by_torch(
+    how: ExactAttend, rule: AttentionRule, of: tuple[Tensor, Tensor, Tensor, Tensor], to: tuple[Tensor, ...]
+) -> None:
     """The same by torch's operations, a chunk's queries at a time."""
     grad, q, keys, values = of
     dq, dkeys, dvalues = to
@@ -182,11 +215,15 @@ def _by_torch(how: ExactAttend, of: tuple[Tensor, Tensor, Tensor, Tensor], to: t
         count = part.end - part.start
         own_keys, own_values = (_by_head(x[part.sequences, places_of_keys]) for x in (keys, values))
         rows, drows = (pad_rows(_rows(x[here], kv_heads)) for x in (q, grad))
-        hidden = pad_rows(part.hidden(q.device).repeat(q.shape[2] // kv_heads, 1))
-        p = probabilities(rows, pad_keys(own_keys), hidden)[..., :count]
+        hidden = pad_rows(part.hidden(rule.window, q.device).repeat(q.shape[2] // kv_heads, 1))
+        p, slope = probabilities(rows, pad_keys(own_keys), hidden, rule.soft_cap)
+        p = p[..., :count]
         dp = product(drows, own_values.transpose(1, 2))
         dvalues[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(p.transpose(1, 2), drows)), kv_heads)
-        ds = (dp - row_sum(p * dp)).mul_(p).mul_(q.shape[-1] ** -0.5)
+        ds = (dp - row_sum(p * dp)).mul_(p)
+        if slope is not None:
+            ds.mul_(slope[..., :count])
+        ds.mul_(q.shape[-1] ** -0.5)
         dq[here] = _unrows(product(ds, own_keys), q[here]).to(q.dtype)
         dkeys[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(ds.transpose(1, 2), rows)), kv_heads)
 

@@ -29,6 +29,7 @@ from superstep.comm.mesh import Group
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds, starts_of
 from superstep.kernels import attention as kernel
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
 
@@ -51,8 +52,10 @@ class RingAttend:
     is_compiled: bool = False
     """Whether ``kernels.attention`` computes the blocks, where it supports the heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor) -> Tensor:
+    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """The attention output: [B, S, N, H]."""
+        tokens = q_BSNH.shape[1] * self.group.size()
+        assert AttentionRule(window=rule.window_in(tokens), soft_cap=rule.soft_cap) == PLAIN, "check_rules refuses it"
         settings = self.starts, self.is_compiled, self.group.group_name
         out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *settings)[0]
         return out_BSNH

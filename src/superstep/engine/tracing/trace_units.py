@@ -44,8 +44,8 @@ FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on the first rank, in model order.
 
-    Blocks of our own decoder are all alike, so one of them is traced for all. Exact mode is traced as fast mode: its
-    sums need values, which do not exist here. No process group may exist yet.
+    Blocks of our own decoder are alike but for the rule of their attention, so one of each rule is traced. Exact mode
+    is traced as fast mode: its sums need values, which do not exist here. No process group may exist yet.
     """
     # A compiler's changes to a unit are not traced either: its operations are those of eager mode.
     config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
@@ -56,7 +56,7 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
         recorder = OperationRecorder(_axes(mesh))
         exchange.now = DispatchContext(sequences=tuple(range(run.plan.microbatch)), step=0)
         traced = {unit: _Unit(run, machine, exchange, unit, recorder).operations() for unit in units}
-    return tuple(traced[unit] if unit in traced else traced[1] for unit in range(last + 1))
+    return tuple(traced[_alike(run, unit, last)] for unit in range(last + 1))
 
 
 def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[int, tuple[Choice, ...]]:
@@ -69,9 +69,17 @@ def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[
 
 
 def _speaking(run: Resolved, specs: Sequence[UnitSpec]) -> Sequence[int]:
-    """The traced units: of our own decoder embedding, first block and head."""
+    """The traced units: of our own decoder embedding, the first block of each rule and head."""
     last = len(specs) - 1
-    return range(last + 1) if run.decoder is None else sorted({0, min(1, last), last})
+    return sorted({_alike(run, unit, last) for unit in range(last + 1)})
+
+
+def _alike(run: Resolved, unit: int, last: int) -> int:
+    """The first unit with the same operations."""
+    if run.decoder is None or unit in (0, last):
+        return unit
+    rules = [run.decoder.rule(layer) for layer in range(unit)]
+    return 1 + rules.index(rules[-1])
 
 
 @contextmanager

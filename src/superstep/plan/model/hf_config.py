@@ -10,7 +10,7 @@
     superstep_moe    experts, any router            either: no other loader has them
 
 In a mixture every block has experts: a file with dense blocks in between is refused. So is one with a key that is
-neither honoured nor known to change nothing. A model with both sliding and full layers is only priced.
+neither honoured nor known to change nothing.
 """
 
 from __future__ import annotations
@@ -128,16 +128,16 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     )
 
 
-def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
-    """How far back layers see, None for all tokens; and how many layers see all nonetheless."""
+def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int, ...]]:
+    """How far back layers see, None for all tokens; and the layers that see all nonetheless."""
     if kind == "llama":
-        return None, 0
+        return None, ()
     window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
     if kind in ("mistral", "mixtral", "superstep_moe"):
-        return window, 0
+        return window, ()
     window = window if keys.flag("use_sliding_window") else None
     if kind == "qwen3_moe":
-        return window, 0
+        return window, ()
     layers, first = keys.layers(), keys.whole("max_window_layers", least=0)
     slides = [window is not None and layer >= first for layer in range(layers)]
     if keys.get("layer_types") is not None:
@@ -146,7 +146,8 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, int]:
         raise keys.refusal(
             "layer_types", "gives layers a sliding window, but the window is off; set use_sliding_window to true"
         )
-    return (window, slides.count(False)) if any(slides) else (None, 0)
+    full = tuple(layer for layer, each in enumerate(slides) if not each)
+    return (window, full) if any(slides) else (None, ())
 
 
 def plain(keys: JsonKeys) -> dict[str, Any]:
@@ -231,6 +232,9 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+_LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
+
+
 def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
     match kind:
         case "llama":
@@ -238,8 +242,12 @@ def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
         case "mistral" | "mixtral" | "superstep_moe":
             return {"sliding_window": shape.window}
         case "qwen2" | "qwen3" | "qwen3_moe":
-            first = {} if kind == "qwen3_moe" else {"max_window_layers": 0 if shape.window else shape.layers}
-            return {"use_sliding_window": shape.window is not None, "sliding_window": shape.window, **first}
+            window = {"use_sliding_window": shape.window is not None, "sliding_window": shape.window}
+            if kind == "qwen3_moe":
+                return window
+            slides = [shape.rule(layer).window is not None for layer in range(shape.layers)]
+            types = {"layer_types": [_LAYER_TYPES[each] for each in slides]} if shape.full_layers else {}
+            return {**window, "max_window_layers": 0 if shape.window else shape.layers, **types}
 
 
 def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:

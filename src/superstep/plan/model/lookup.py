@@ -68,8 +68,9 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
         over["head_dim"] = width // heads
     if "heads" in over and "kv_heads" not in over and over["heads"] % base.kv_heads:
         over["kv_heads"] = over["heads"]
-    if "layers" in over and base.full_layers:
-        over["full_layers"] = max(base.full_layers * over["layers"] // base.layers, 1)
+    if "layers" in over and base.full_layers:  # the pattern goes on, with one full layer at least
+        full = [layer for layer in range(over["layers"]) if layer % base.layers in base.full_layers]
+        over["full_layers"] = tuple(full) or (over["layers"] - 1,)
     shape = replace(base, moe=_mixture(config, base.moe), **over)
     check_shape(shape)
     return shape

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from superstep.errors import ConfigError
 from superstep.plan.config import Router
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.rope import Llama3Rope, RopeScaling
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
@@ -111,7 +112,8 @@ class ModelShape:
         max_tokens: the longest sequence of the published model's training.
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
-        full_layers: in a model with a window, layers that see all tokens nonetheless (gpt-oss).
+        full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma).
+        sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
         moe: the experts of each block; None for one feed-forward.
         dense_layers, dense_ffn: blocks before the first with experts, and their feed-forward's inner width.
@@ -134,7 +136,8 @@ class ModelShape:
     max_tokens: int
     qkv_bias: bool = False
     window: int | None = None
-    full_layers: int = 0
+    full_layers: tuple[int, ...] = ()
+    sinks: bool = False
     init_std: float = 0.02
     moe: MoeShape | None = None
     dense_layers: int = 0
@@ -152,13 +155,23 @@ class ModelShape:
         parts = {
             "latent attention": self.latent is not None,
             "dense first layers": self.dense_layers > 0,
-            f"a sliding window in {self.layers - self.full_layers} of {self.layers} layers": self.full_layers > 0,
+            "learned sinks of attention": self.sinks,
         }
         return tuple(words for words, has_it in parts.items() if has_it)
 
     @property
     def is_priced_only(self) -> bool:
         return bool(self.priced_only)
+
+    def rule(self, layer: int) -> AttentionRule:
+        """The rule of a layer's attention."""
+        return AttentionRule(window=None if layer in self.full_layers else self.window)
+
+    @property
+    def rules(self) -> tuple[AttentionRule, ...]:
+        """The different rules among the layers, in their order."""
+        layers = range(self.layers) if self.full_layers else (0,)
+        return tuple(dict.fromkeys(map(self.rule, layers)))
 
     def at(self, layer: int) -> ModelShape:
         """A block's shape: those before the first with experts have their own feed-forward."""

@@ -28,7 +28,7 @@ def _gpt_oss(layers: int, experts: int) -> ModelShape:
     return ModelShape(
         family="llama", layers=layers, width=2880, heads=64, kv_heads=8, head_dim=64, ffn=2880, vocab=201088,
         tied=False, qk_norm=False, norm_eps=1e-5, rope_theta=150000.0, rope_scaling=None, max_tokens=131072,
-        window=128, full_layers=layers // 2, moe=dropless(experts, 4),
+        window=128, full_layers=tuple(range(1, layers, 2)), sinks=True, moe=dropless(experts, 4),
     )  # fmt: skip
 
 
@@ -52,6 +52,7 @@ def from_alternating_config(path: Path) -> ModelShape:
         head_dim=keys.whole("head_dim"),
         ffn=keys.whole("intermediate_size"),
         window=keys.whole("sliding_window"),
-        full_layers=slides.count(False),
+        full_layers=tuple(layer for layer, each in enumerate(slides) if not each),
+        sinks=True,
         moe=dropless(keys.whole("num_local_experts"), keys.whole("num_experts_per_tok")),
     )

@@ -26,7 +26,7 @@ from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.rules import Rules
 from superstep.plan.saved_activations import PLAIN, SavedActivations
-from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_window
+from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_rules
 from superstep.plan.sharding.edges import list_taken_values, require_no_return
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
@@ -161,7 +161,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     plan, rules = config.plan, rules_of(outline, config.plan)
     if shape is not None:
         check_decoder(config, shape, rules)
-        check_window(config, shape, plan)
+        check_rules(config, shape, plan)
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
     check_replicas(shape, plan)

@@ -41,24 +41,21 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
         )
 
 
-def check_window(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Whether attention may slide: in sequences longer than the window, a ring, exact mode and separate documents
-    cannot. Raises ConfigError where they would have to.
+def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
+    """Whether every layer's attention is one that the plan has: a ring of fast mode has no sliding window. Raises
+    ConfigError where it would need one.
     """
-    tokens, is_ring = config.data.sequence_tokens, plan.cp > 1 and plan.context == "ring"
-    without = {
-        "numerics.exact = true": (config.numerics.exact, "numerics.exact to false"),
-        f"plan.cp = {plan.cp} with plan.context = 'ring'": (is_ring, "plan.context to 'ulysses'"),
-        "data.document_mask = true": (config.data.is_masked, "data.document_mask to false"),
-    }
-    forbidden = [(field, mend) for field, (is_set, mend) in without.items() if is_set]
-    if shape.window is None or tokens <= shape.window or not forbidden:
+    if plan.cp == 1 or plan.context != "ring" or config.numerics.exact:
         return
-    field, mend = forbidden[0]
-    raise ConfigError(
-        f"{field} has no sliding window, and model.name = '{config.model.name}' has one of {shape.window} tokens, "
-        f"shorter than data.sequence_tokens = {tokens}; set data.sequence_tokens to {shape.window} or less, or {mend}."
-    )
+    ring, model = f"plan.cp = {plan.cp} with plan.context = 'ring'", f"model.name = '{config.model.name}'"
+    tokens = config.data.sequence_tokens
+    windows = [window for window in (rule.window_in(tokens) for rule in shape.rules) if window is not None]
+    if windows:
+        raise ConfigError(
+            f"{ring} has no sliding window, and {model} has one of {windows[0]} tokens, shorter than "
+            f"data.sequence_tokens = {tokens}; set data.sequence_tokens to {windows[0]} or less, or plan.context to "
+            "'ulysses'."
+        )
 
 
 def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:

@@ -10,11 +10,15 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
 
     Only products count; the backward pass takes twice as many in every unit.
     """
-    # Scores are products of queries and keys, and sum values.
-    attention = 2 * count_visible_tokens(shape, sequence_tokens) * shape.heads * (2 * shape.head_dim + shape.turned)
-    dense, usual = (2 * _active(each) + attention for each in (shape.at(0), shape.at(shape.layers)))
-    blocks = [dense] * shape.dense_layers + [usual] * (shape.layers - shape.dense_layers)
-    return 0, *blocks, 2 * shape.width * shape.vocab
+    dense, usual = (2 * _active(each) for each in (shape.at(0), shape.at(shape.layers)))
+
+    def block(layer: int) -> int:
+        # Scores are products of queries and keys, and sum values.
+        visible = count_visible_tokens(shape, layer, sequence_tokens)
+        attention = 2 * visible * shape.heads * (2 * shape.head_dim + shape.turned)
+        return attention + (dense if layer < shape.dense_layers else usual)
+
+    return 0, *map(block, range(shape.layers)), 2 * shape.width * shape.vocab
 
 
 def _active(shape: ModelShape) -> int:
@@ -25,12 +29,9 @@ def _active(shape: ModelShape) -> int:
     return active
 
 
-def count_visible_tokens(shape: ModelShape, sequence_tokens: int) -> int:
-    """Keys of a query, as if attention were not causal: the whole sequence, or a sliding window of it; the mean where
-    layers differ.
-    """
-    slid = min(sequence_tokens, shape.window or sequence_tokens)
-    return slid + (sequence_tokens - slid) * shape.full_layers // shape.layers
+def count_visible_tokens(shape: ModelShape, layer: int, sequence_tokens: int) -> int:
+    """Keys of a query in a layer, as if attention were not causal: the whole sequence, or a sliding window of it."""
+    return shape.rule(layer).window_in(sequence_tokens) or sequence_tokens
 
 
 def biases(shape: ModelShape) -> int:

@@ -25,6 +25,7 @@ from superstep.kernels import exact_attention
 from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows
 from superstep.numerics.sending import send
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import KvCache, SharedKeys, slots_of, together
 
@@ -39,46 +40,50 @@ Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries [n, C, N, H] to keys and values [n, L, K, H]: [n, C, N, H]."""
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """Inputs of attention that all layers of a step share.
-
-    Attributes:
-        slots: of each row's new key, [T].
-        groups: rows that are computed together.
-        mixes: the attention function of each group.
-    """
-
-    slots: Tensor
-    groups: tuple[SharedKeys, ...]
-    mixes: tuple[Mix, ...]
-
-
-def reading(parts: Sequence[RequestRows], store: KvCache, *, window: int | None, is_exact: bool) -> AttentionInputs:
-    """The attention inputs of a step.
 
     Args:
         parts: of the step.
         store: the KV cache.
-        window: number of tokens that a row attends to, itself included; None means all.
         is_exact: whether bits must not depend on the batch.
+
+    Attributes:
+        slots: of each row's new key, [T].
+        groups: rows that are computed together.
     """
-    page_tokens, device = store.page_tokens, store.keys.device
-    groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
-    written = [
-        slot for part in parts for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
-    ]
-    in_kernel = is_exact and exact_attention.is_for(store.keys.shape[-1], device)
-    mixes: list[Mix] = []
-    for group in groups:
-        starts_nC = torch.zeros_like(group.ends) if window is None else (group.ends - window).clamp_(min=0)
-        if in_kernel:
-            mixes.append(partial(_exact_in_kernel, starts_nC, group.ends))
-        elif store.keys.is_cuda and not is_exact:
-            mixes.append(partial(_fast_in_pieces, starts_nC, group.ends))
-        else:
-            mixes.append(partial(_exact if is_exact else _fast, _hidden(group, starts_nC)))
-    return AttentionInputs(slots=send(torch.tensor(written), device), groups=tuple(groups), mixes=tuple(mixes))
+
+    def __init__(self, parts: Sequence[RequestRows], store: KvCache, *, is_exact: bool) -> None:
+        page_tokens, device = store.page_tokens, store.keys.device
+        self.groups = together(parts, page_tokens, BLOCK if is_exact else FAST_BLOCK, device)
+        written = [
+            slot
+            for part in parts
+            for slot in slots_of(part, page_tokens, first=part.first, end=part.first + part.count)
+        ]
+        self.slots = send(torch.tensor(written), device)
+        self._is_exact = is_exact
+        self._in_kernel = is_exact and exact_attention.is_for(store.keys.shape[-1], device)
+        self._in_pieces = store.keys.is_cuda and not is_exact
+        self._mixes: dict[AttentionRule, tuple[Mix, ...]] = {}
+
+    def mixes(self, rule: AttentionRule) -> tuple[Mix, ...]:
+        """The attention function of each group, by a layer's rule; made once for all layers with this rule."""
+        if rule not in self._mixes:
+            self._mixes[rule] = tuple(self._mix(group, rule) for group in self.groups)
+        return self._mixes[rule]
+
+    def _mix(self, group: SharedKeys, rule: AttentionRule) -> Mix:
+        starts_nC = torch.zeros_like(group.ends) if rule.window is None else (group.ends - rule.window).clamp_(min=0)
+        if rule.soft_cap is not None:
+            return partial(_exact if self._is_exact else _fast_capped, _hidden(group, starts_nC), rule.soft_cap)
+        if self._in_kernel:
+            return partial(_exact_in_kernel, starts_nC, group.ends)
+        if self._in_pieces:
+            return partial(_fast_in_pieces, starts_nC, group.ends)
+        if self._is_exact:
+            return partial(_exact, _hidden(group, starts_nC), None)
+        return partial(_fast, _hidden(group, starts_nC))
 
 
 def _hidden(group: SharedKeys, starts_nC: Tensor) -> Tensor:
@@ -95,11 +100,11 @@ class PagedAttend:
     layer: int
     step: AttentionInputs
 
-    def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
+    def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
         """The attention output: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
-        for group, mix in zip(self.step.groups, self.step.mixes, strict=True):
+        for group, mix in zip(self.step.groups, self.step.mixes(rule), strict=True):
             keys, values = self.store.read(self.layer, group.slots)
             out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values).to(out_TNH.dtype)
         return out_TNH[None]
@@ -110,19 +115,17 @@ class PagedAttention:
 
     Args:
         store: the KV cache.
-        window: number of tokens that a row attends to, itself included; None means all.
         is_exact: whether bits must not depend on the batch.
     """
 
-    def __init__(self, store: KvCache, *, window: int | None, is_exact: bool) -> None:
+    def __init__(self, store: KvCache, *, is_exact: bool) -> None:
         self._store = store
-        self._window = window
         self._is_exact = is_exact
 
     def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], PagedAttend]:
         """The function from a layer's index to its ``attend``."""
         store = self._store
-        step = reading(parts, store, window=self._window, is_exact=self._is_exact)
+        step = AttentionInputs(parts, store, is_exact=self._is_exact)
         return lambda layer: PagedAttend(store, layer, step)
 
 
@@ -130,6 +133,15 @@ def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) ->
     q, k, v = (x.transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden_nCL[:, None], enable_gqa=True)
     return mixed.transpose(1, 2)
+
+
+def _fast_capped(hidden_nCL: Tensor, soft_cap: float, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+    group = q_nCNH.shape[2] // k_nLKH.shape[2]
+    rows, k_nKLH = _rows(q_nCNH, k_nLKH.shape[2]), k_nLKH.transpose(1, 2)
+    scores = (rows @ k_nKLH.mT).float().mul_(q_nCNH.shape[-1] ** -0.5)
+    scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores.masked_fill_(hidden_nCL.repeat(1, group, 1)[:, None], float("-inf"))
+    return _unrows(scores.softmax(-1).to(v_nLKH.dtype) @ v_nLKH.transpose(1, 2), group)
 
 
 def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
@@ -165,10 +177,10 @@ def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH:
     return mixed.transpose(1, 2)
 
 
-def _exact(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+def _exact(hidden_nCL: Tensor, soft_cap: float | None, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
     n, _, K, _ = k_nLKH.shape
     group = q_nCNH.shape[2] // K
     rows = _rows(q_nCNH.float(), K).flatten(0, 1)
     keys, values = (x.float().transpose(1, 2).flatten(0, 1) for x in (k_nLKH, v_nLKH))
     hidden = hidden_nCL.repeat(1, group, 1).repeat_interleave(K, 0)
-    return _unrows(attend_rows(rows, keys, values, hidden).unflatten(0, (n, K)), group)
+    return _unrows(attend_rows(rows, keys, values, hidden, soft_cap).unflatten(0, (n, K)), group)

@@ -12,10 +12,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from ctypes import byref
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from superstep.model.decoder import Attend
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kernels.calls import KvCacheArgs, LayerKvArgs, Places, Queries, address, as_array, pointer
 
@@ -86,18 +89,23 @@ class TiledAttention:
     Args:
         library: the compiled decoder.
         store: the KV cache.
-        window: number of tokens that a row attends to; None means all.
     """
 
-    def __init__(self, library: ctypes.CDLL, store: TiledKvCache, window: int | None) -> None:
+    def __init__(self, library: ctypes.CDLL, store: TiledKvCache) -> None:
         self._library = library
         self._store = store
-        self._window = window
 
-    def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], Callable[[Tensor, Tensor, Tensor], Tensor]]:
-        """The function from a layer's index to its ``attend``."""
-        placed = PlacedRows(parts, self._store.page_tokens, self._window)
-        return lambda layer: lambda q, k, v: self._attend(placed, layer, q, k, v)
+    def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], Attend]:
+        """The function from a layer's index to its ``attend``, which has no soft cap."""
+        placed: dict[int | None, PlacedRows] = {}
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+            assert rule.soft_cap is None, "choose_backend has torch compute soft caps"
+            if rule.window not in placed:
+                placed[rule.window] = PlacedRows(parts, self._store.page_tokens, rule.window)
+            return self._attend(placed[rule.window], layer, q, k, v)
+
+        return lambda layer: partial(attend, layer)
 
     def _attend(self, placed: PlacedRows, layer: int, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor) -> Tensor:
         q_TNH, k_TKH, v_TKH = (x[0].contiguous() for x in (q_1TNH, k_1TKH, v_1TKH))

@@ -26,6 +26,7 @@ from superstep.model.unit import ParamSpec, UnitSequence, UnitSpec, initial, par
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.optimizers import MOMENTS
 from superstep.train.lr_schedule import rate
@@ -223,8 +224,8 @@ def _documents(starts: Sequence[int]) -> dict[str, Any]:
     """
     ends = [*sorted(set(starts)), len(starts)]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([flash(q[:, a:b], k[:, a:b], v[:, a:b]) for a, b in pairwise(ends)], dim=1)
+    def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+        return torch.cat([flash(q[:, a:b], k[:, a:b], v[:, a:b], rule) for a, b in pairwise(ends)], dim=1)
 
     return {"attend": attend, "positions": torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]}
 

@@ -89,6 +89,7 @@ from superstep.cost.program.buffers import (
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import UnitBytes
@@ -107,10 +108,12 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     is_trained = run.plan.trains("dense")
     embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and is_trained else tokens
     head = _head(run, d, e)
-    block = _block(d, e, run), _block_selective(d, e, run), boundary, boundary, _block_products(d, e, run)
+    rules = [run.shape.rule(layer) for layer in range(run.shape.layers)]
+    others = _block_selective(d, e, run), boundary, boundary, _block_products(d, e, run)
+    blocks = {rule: (_block(d, e, run, rule), *others) for rule in dict.fromkeys(rules)}
     kept = [
         (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if is_trained else (0, 0)),
-        *[block] * run.shape.layers,
+        *(blocks[rule] for rule in rules),
         (head, head, boundary, boundary, _head_products(run, d, e) if is_trained else (0, 0)),
     ]
     workspaces = [(0, 0), *[block_workspace(run)] * run.shape.layers, head_workspace(run)]
@@ -133,7 +136,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     )
 
 
-def _block(d: LocalDims, e: int, run: Resolved) -> int:
+def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     shape = run.shape
     inputs = count_kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
     stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
@@ -143,7 +146,7 @@ def _block(d: LocalDims, e: int, run: Resolved) -> int:
         feed_forward = ((2 + run.kept.silu) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
-    return stream + attention + qk_norm + _sliding(d, e, run) + feed_forward + count_kept_inner(run) * e
+    return stream + attention + qk_norm + _sliding(d, e, run, rule) + feed_forward + count_kept_inner(run) * e
 
 
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
@@ -162,10 +165,10 @@ def _inner_inputs(d: LocalDims) -> dict[str, int]:
     return {"second norm": d.Tf * d.D, "gate": d.Tf * d.F}
 
 
-def _sliding(d: LocalDims, e: int, run: Resolved) -> int:
+def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     """Further bytes of attention in a window, for longer sequences."""
-    window = run.shape.window
-    if window is None or window >= d.S:
+    window = rule.window_in(d.S)
+    if window is None or is_exact(run):
         return 0
     if not run.kept.window_blocks:
         return d.S * INDEX

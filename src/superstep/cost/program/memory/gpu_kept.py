@@ -19,6 +19,5 @@ def expands_keys(run: Resolved) -> bool:
     is_by_operator = run.config.data.is_masked or is_ring  # these keep what they were given
     if run.decoder is None or run.plan.grain is not None or is_by_operator:
         return False
-    window = run.decoder.window
-    is_windowed = window is not None and window < run.config.data.sequence_tokens
+    is_windowed = any(rule.window_in(run.config.data.sequence_tokens) is not None for rule in run.decoder.rules)
     return is_windowed or run.config.numerics.compute == "fp32" or run.decoder.head_dim > WIDEST_FLASH

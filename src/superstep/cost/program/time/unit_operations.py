@@ -31,13 +31,15 @@ from superstep.cost.program.time.operation import (
     Operations,
     UnitOperations,
 )
+from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.resolution.resolve import Resolved
 
 
 def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on one rank, in model order."""
-    block = _block(run)
-    return _embedding(run), *[block] * run.shape.layers, _head(run)
+    rules = [run.shape.rule(layer) for layer in range(run.shape.layers)]
+    blocks = {rule: _block(run, rule) for rule in dict.fromkeys(rules)}
+    return _embedding(run), *(blocks[rule] for rule in rules), _head(run)
 
 
 def _embedding(run: Resolved) -> UnitOperations:
@@ -74,10 +76,10 @@ def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
     )
 
 
-def _block(run: Resolved) -> UnitOperations:
+def _block(run: Resolved, rule: AttentionRule) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     linears, factors = tuple(_linears(run, d)), tuple(_factors(run))
-    attention = _attention(run, d)
+    attention = _attention(run, d, rule)
     heads = d.T * (d.N + d.K) * d.H
     moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
     moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
@@ -135,11 +137,11 @@ def _factors(run: Resolved) -> Iterator[MatmulOperation]:
         yield MatmulOperation(rows=one.rows, inner=one.rank, width=one.outputs)
 
 
-def _attention(run: Resolved, d: LocalDims) -> AttentionOperation:
+def _attention(run: Resolved, d: LocalDims, rule: AttentionRule) -> AttentionOperation:
     """As if the rank had its share of all heads of whole sequences, which is as much work for any cut over cp, and as
     if each sequence was one document. In a sliding window a block of queries meets two of keys.
     """
-    keys = min(d.S, 2 * run.shape.window) if run.shape.window else d.S
+    keys = min(d.S, 2 * rule.window) if rule.window else d.S
     queries = d.S // run.plan.mesh.cp
     return AttentionOperation(heads=d.N * (d.T // queries), queries=queries, keys=keys, head_dim=d.H)
 

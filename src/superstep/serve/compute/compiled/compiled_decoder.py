@@ -194,6 +194,7 @@ def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOu
     layers = [layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear)]
     return (
         shape.moe is None
+        and not shape.full_layers
         and type(modules[0]) is Embedding
         and all(type(block) is BlockModule for block in modules[1:-1])
         and all(isinstance(linears.product(layer), PanelLinear) for layer in layers)

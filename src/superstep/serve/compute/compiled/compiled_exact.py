@@ -161,7 +161,7 @@ def _is_same(
     memory = {"layers": 1, "pages": len(pages), "page_tokens": page_tokens}
     memory |= {"kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     keys = KvCache(**memory, dtype=torch.bfloat16, device=torch.device("cpu"))
-    attention = PagedAttention(keys, window=shape.window, is_exact=True)
+    attention = PagedAttention(keys, is_exact=True)
     ways = TorchForward(small, attention, None, Device("cpu")), compiled(small.modules, TiledKvCache(**memory))
     tokens = torch.randint(shape.vocab, (count,), generator=torch.Generator().manual_seed(0)).tolist()
     for begin, end in ((0, count - 3), (count - 3, count - 1), (count - 1, count)):

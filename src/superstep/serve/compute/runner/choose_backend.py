@@ -79,10 +79,10 @@ def choose(
         linears = make_fast(served.modules, built, quantize=settings.quantize or None)
     if built.library is None or linears is None:
         store = KvCache(**room, dtype=dtype, device=device.torch)
-        attending = PagedAttention(store, window=shape.window, is_exact=is_exact)
+        attending = PagedAttention(store, is_exact=is_exact)
         return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)
     tiled = TiledKvCache(**room)
     memory = RankMemory(served, tiled, linears)
     if tp is None and can_compile(shape, served.modules, linears):
         return CompiledDecoder(built.library, shape, served.modules, linears, tiled, Adapters(served, tp)), memory
-    return TorchForward(served, TiledAttention(built.library, tiled, shape.window), tp, device), memory
+    return TorchForward(served, TiledAttention(built.library, tiled), tp, device), memory
