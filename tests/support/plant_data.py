@@ -8,6 +8,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from superstep.data import prefetch
+from superstep.data import shuffle as shuffle_module
 from superstep.data import token_stream as stream_module
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
@@ -67,12 +68,12 @@ def loop_reads_other_rows():
 
 
 def own_order():
-    inner = stream_module.permute
+    inner = shuffle_module.permute
 
     def permute(positions, count, *, seed, epoch):
         return inner(positions, count, seed=seed + (dist.get_rank() if dist.is_initialized() else 0), epoch=epoch)
 
-    return mock.patch.object(stream_module, "permute", permute)
+    return mock.patch.object(shuffle_module, "permute", permute)
 
 
 def new_order_after_a_restart():

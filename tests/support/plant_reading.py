@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from superstep.data import shuffle as shuffle_module
 from superstep.data import token_stream as stream_module
 from superstep.engine.microbatch import microbatches_of
 from superstep.serve.compute import sampler as draw_module
@@ -72,13 +73,13 @@ def late_pieces():
 
 
 def own_order_later():
-    inner = stream_module.permute
+    inner = shuffle_module.permute
 
     def permute(positions, count, *, seed, epoch):
         own = dist.get_rank() if epoch and dist.is_initialized() else 0
         return inner(positions, count, seed=seed + own, epoch=epoch)
 
-    return mock.patch.object(stream_module, "permute", permute)
+    return mock.patch.object(shuffle_module, "permute", permute)
 
 
 def _validated(session, batches):

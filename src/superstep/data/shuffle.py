@@ -11,6 +11,8 @@ than four times the length, so that takes fewer than four passes on average.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +38,27 @@ def permute(positions: NDArray[np.int64], length: int, *, seed: int, epoch: int)
     while (outside := images >= length).any():
         images[outside] = _feistel(images[outside], half_bits, keys)
     return images.astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Samples from a cursor on: of each its epoch, and its number among the epoch's."""
+
+    epochs: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+
+
+def order_at(sample: int, count: int, length: int, *, seed: int | None) -> Order:
+    """``count`` samples from cursor ``sample`` on, of ``length`` in an epoch; without a seed in plain order."""
+    assert sample >= 0, f"cursor {sample} lies before the start"
+    epochs, positions = np.divmod(np.arange(sample, sample + count), length)
+    if seed is None:
+        return Order(epochs, positions)
+    numbers = np.empty_like(positions)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        numbers[here] = permute(positions[here], length, seed=seed, epoch=int(epoch))
+    return Order(epochs, numbers)
 
 
 def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:

@@ -1,28 +1,67 @@
-"""The source of a run's data: opened, and read as a stream of batches."""
+"""The source of a run's data: token files, or a user's file of samples; both are read as streams of batches."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Protocol
 
-from superstep.data.batch import SplitName
+from superstep.data.batch import BatchSource, SplitName
+from superstep.data.samples.sample_file import SampleFile, open_samples
+from superstep.data.samples.sample_stream import SampleStream
 from superstep.data.token_files import Corpus, open_corpus
-from superstep.data.token_stream import TokenStream
 from superstep.data.token_stream import stream_of as token_stream_of
+from superstep.errors import StateError
 from superstep.plan.config import RunConfig
 
+Source = Corpus | SampleFile
 
-def open_source(place: Path) -> Corpus:
+
+class DataStream(BatchSource, Protocol):
+    """One split of the data as global batches."""
+
+    @property
+    def sequences(self) -> int:
+        """Rows of an epoch."""
+        ...
+
+
+def open_source(place: Path) -> Source:
     """Open a run's data.
 
     Args:
-        place: the folder of token files.
+        place: the folder of token files, or the file of samples.
 
     Raises:
-        DataError: it cannot be read.
+        ConfigError, DataError: it cannot be read.
     """
-    return open_corpus(place)
+    return open_samples(place) if place.is_file() else open_corpus(place)
 
 
-def stream_of(config: RunConfig, source: Corpus, split: SplitName) -> TokenStream:
+def bytes_per_token(source: Source) -> float | None:
+    """Bytes of text for each token; None of samples."""
+    return source.manifest.bytes_per_token if isinstance(source, Corpus) else None
+
+
+def unigram_nats(source: Source) -> float | None:
+    """The loss of a model that knows only how frequent each token is; None of samples."""
+    return source.manifest.unigram_nats if isinstance(source, Corpus) else None
+
+
+def check_kind(source: Source, place: Path, *, is_pairs: bool) -> None:
+    """Check that the data is of the verb that reads it.
+
+    Raises:
+        StateError: names the verb of token files.
+    """
+    kind = source.manifest.kind if isinstance(source, Corpus) else "text"
+    if (kind == "pairs") != is_pairs:
+        verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[kind]
+        raise StateError(f"the tokens in {place} are those of superstep {verb}; resume the run with that command.")
+
+
+def stream_of(config: RunConfig, source: Source, split: SplitName) -> DataStream:
     """A split of the data with the run's settings."""
-    return token_stream_of(config, source, split)
+    if isinstance(source, Corpus):
+        return token_stream_of(config, source, split)
+    train = config.train
+    return SampleStream(source, split, batch_sequences=train.batch_sequences, seed=train.seed)

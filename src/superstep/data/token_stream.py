@@ -30,7 +30,7 @@ from torch import Tensor
 
 from superstep.data.batch import TOKENS, Batch, SplitName
 from superstep.data.conversation_stream import AnswerCut
-from superstep.data.shuffle import permute
+from superstep.data.shuffle import order_at
 from superstep.data.token_files import Corpus, Split
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig
@@ -204,15 +204,8 @@ class TokenStream:
 
     def numbers(self, sample: int) -> NDArray[np.int64]:
         """The sequence numbers of the global batch: shuffled for training, in plain order for validation."""
-        assert sample >= 0, f"cursor {sample} lies before the start"
-        epochs, positions = np.divmod(np.arange(sample, sample + self.batch_sequences), self.sequences)
-        if not self._is_shuffled:
-            return positions
-        numbers = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            numbers[here] = permute(positions[here], self.sequences, seed=self._seed, epoch=int(epoch))
-        return numbers
+        seed = self._seed if self._is_shuffled else None
+        return order_at(sample, self.batch_sequences, self.sequences, seed=seed).numbers
 
 
 def stream_of(config: RunConfig, corpus: Corpus, split: SplitName) -> TokenStream:

@@ -172,13 +172,21 @@ def _loss(
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(run) else loss
 
 
+def example_row(run: Resolved) -> torch.Tensor:
+    """The input of a model for one row of a batch, without memory."""
+    if run.samples is None:
+        return torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long, device="meta")
+    field = run.samples.input
+    return torch.empty(1, *field.dims, dtype=getattr(torch, field.dtype), device="meta")
+
+
 def _boundaries(
     run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
 ) -> tuple[UnitOutput, ...]:
     """The shape and dtype of each unit's input on this rank."""
     plan = run.plan
     if example is None:
-        example = torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long)
+        example = example_row(run)
     # Context-parallel ranks have a part of a sequence.
     dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
     rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")

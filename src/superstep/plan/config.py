@@ -80,6 +80,10 @@ class ModelConfig:
 class ProposedData:
     """The text, and how it becomes sequences of tokens; their length may be left to the model."""
 
+    source: str | None = None
+    """A Python file of your own, instead of text: its functions `length(split)` and `sample(split, index, noise)` give
+    named tensors, such as pixels and a class number, for the model of `model.source`.
+    """
     corpus: tuple[str, ...] = ()
     """Text files, folders, .jsonl or .parquet files; none means the text of Python's standard library."""
     tokenizer: str | None = None

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import stream_of
+from superstep.data.source import open_source, stream_of
+from superstep.data.token_files import Corpus
 from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
@@ -130,8 +130,8 @@ def _newest_of(run: Resolved, folder: RunFolder) -> Path | None:
 
 def _say_passes(run: Resolved, corpus: Path, console: Console) -> None:
     """Show a message if a step uses the data more than once."""
-    opened, batch = open_corpus(corpus), run.config.train.batch_sequences
-    if opened.manifest.train_tokens >= (batch + 1) * run.config.data.sequence_tokens:
+    opened, batch = open_source(corpus), run.config.train.batch_sequences
+    if isinstance(opened, Corpus) and opened.manifest.train_tokens >= (batch + 1) * run.config.data.sequence_tokens:
         return  # then there are enough sequences, and counting is unnecessary
     passes = passes_of_a_step(batch, stream_of(run.config, opened, "train").sequences)
     if passes is not None:

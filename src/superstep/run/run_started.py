@@ -8,7 +8,7 @@ from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
 from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.predict import predict
 from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
-from superstep.data.token_files import open_corpus
+from superstep.data.source import open_source, unigram_nats
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.launch.ranks import World
 from superstep.observe.events import RunStarted
@@ -42,7 +42,7 @@ def describe_start(
         attention=kernel_of(job.run, world.device),
         layers=trainer.layers,
         steps=job.run.config.train.steps,
-        unigram_entropy=open_corpus(job.corpus).manifest.unigram_nats,
+        unigram_entropy=unigram_nats(open_source(job.corpus)),
         predicted_step_s=prediction.step_s if prediction else None,
         predicted_ettr=None if prediction is None else _predict_ettr(job, step, prediction.step_s),
         predicted_memory_bytes=prediction.memory_bytes if prediction else None,

@@ -1,4 +1,4 @@
-"""The folder of token files: its place in a run, and the check that a resumed run uses the same ones."""
+"""The data of a run: its folder of token files and the check that a resumed run uses the same ones; or its samples."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from superstep.data.preparation.prepare import is_prepared, prepare
+from superstep.data.samples.sample_file import check_pure, open_samples
 from superstep.data.token_files import is_whole
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
@@ -22,7 +23,7 @@ def tokens_folder(config: RunConfig, root: Path) -> Path:
 
 
 def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: Callable[[Path], object]) -> Path:
-    """The folder of token files of a run.
+    """The folder of token files of a run, or its file of samples.
 
     Args:
         run: the resolved run.
@@ -30,6 +31,8 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
         checkpoint: to resume from, if any.
         make: makes the files in a folder, if needed.
     """
+    if run.config.data.source is not None:
+        return checked_samples(run.config.data.source, run.config.train.seed)
     kept = tokens_folder(run.config, folder.root)
     if checkpoint is None or not is_whole(kept):
         make(kept)
@@ -38,9 +41,18 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
     return kept
 
 
+def checked_samples(source: str, seed: int) -> Path:
+    """The file of samples, some of which are read twice; raises as ``check_pure``."""
+    check_pure(open_samples(source), seed)
+    return Path(source)
+
+
 @contextmanager
 def proof_tokens(run: Resolved, make: Callable[[Path], object]) -> Iterator[Path]:
-    """A run's own token files, unchanged, or a temporary folder that ``make`` fills for the block."""
+    """A run's own token files, unchanged, or a temporary folder that ``make`` fills for the block; or its samples."""
+    if run.config.data.source is not None:
+        yield checked_samples(run.config.data.source, run.config.train.seed)
+        return
     data, vocab = run.config.data, vocab_of(run)
     kept = tokens_folder(run.config, Path(run.config.state.dir))
     if is_prepared(data, vocab, kept):

@@ -9,18 +9,17 @@ from pathlib import Path
 
 from superstep.data.batch import Batch, BatchSource, SplitName
 from superstep.data.prefetch import Prefetcher
-from superstep.data.source import open_source, stream_of
+from superstep.data.source import DataStream, bytes_per_token, check_kind, open_source, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
 from superstep.engine.microbatch import microbatches_of, rows, rows_at
 from superstep.engine.router_counts import RoutingResult
 from superstep.engine.torch_profiler import Profiler
-from superstep.errors import StateError
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.manifest import Position
 from superstep.train.open_engine import open_engine
-from superstep.train.policy.sequence_loss import Epochs, SequenceLoss, weigh
+from superstep.train.policy.sequence_loss import SequenceLoss, weigh
 from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint, trace_of, write_trace
 from superstep.train.run_folder.identity import identity_of
 from superstep.train.run_folder.run_paths import RunFolder
@@ -36,7 +35,7 @@ class CorpusTrainer(Trainer):
         world: the launched ranks.
         run: the resolved run.
         folder: the run directory, prepared.
-        corpus: the folder of token files, prepared.
+        corpus: the folder of token files, prepared; or the file of samples.
         rate: operations and peak for MFU, if known.
         through: transforms the training batches before they are prefetched.
         sequence_loss: a loss of whole sequences; None for a loss of each target.
@@ -54,24 +53,23 @@ class CorpusTrainer(Trainer):
         sequence_loss: SequenceLoss | None = None,
     ) -> None:
         self.meter = ThroughputMeter(world.device, rate, world.size)
-        self._corpus = open_source(corpus)
-        if (self._corpus.manifest.kind == "pairs") != (sequence_loss is not None):
-            verb = {"text": "train", "answers": "tune sft", "pairs": "tune dpo"}[self._corpus.manifest.kind]
-            raise StateError(f"the tokens in {corpus} are those of superstep {verb}; resume the run with that command.")
+        self.corpus = corpus
+        self._source = open_source(corpus)
+        check_kind(self._source, corpus, is_pairs=sequence_loss is not None)
         # Before the first step, as it may fail.
         files = files_beside_corpus(run, corpus) if world.rank == 0 else {}
         engine, identity = open_engine(world, run), identity_of(run, corpus)
         super().__init__(world, run, engine, folder=folder, identity=identity, files=files)
-        self.bytes_per_token = self._corpus.manifest.bytes_per_token
+        self.bytes_per_token = bytes_per_token(self._source)
         self._sequence_loss = sequence_loss
         self._train = through(self._stream("train"))
         self._validation = self._stream("validation")
         mine = self._engine.step_program.ranks[self._mesh.at.pp]
         self._profiler = Profiler(run.config.observe.profile, folder.profiles, world.rank, world.device, mine)
 
-    def _stream(self, split: SplitName) -> Epochs:
-        stream = stream_of(self.run.config, self._corpus, split)
-        return stream if self._sequence_loss is None else self._sequence_loss.stream(stream, self._corpus.folder, split)
+    def _stream(self, split: SplitName) -> DataStream:
+        stream = stream_of(self.run.config, self._source, split)
+        return stream if self._sequence_loss is None else self._sequence_loss.stream(stream, self.corpus, split)
 
     @property
     def transport(self) -> str:
@@ -82,10 +80,6 @@ class CorpusTrainer(Trainer):
     def rows(self) -> slice:
         """Rows of a global batch that this rank reads."""
         return rows(self.run.plan, self._mesh)
-
-    @property
-    def corpus(self) -> Path:
-        return self._corpus.folder
 
     def start(self) -> Position:
         """Start with the weights of ``model.weights``, if set. Every rank calls this together.

@@ -193,5 +193,6 @@ def evaluate(trainer: CorpusTrainer, position: Position) -> Evaluated:
     start_s = time.perf_counter()
     with beside(trainer.heart, VALIDATION):
         loss = trainer.validation_loss()
-    bits = loss / math.log(2) / trainer.bytes_per_token
+    bytes_per_token = trainer.bytes_per_token
+    bits = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
     return Evaluated(step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s)

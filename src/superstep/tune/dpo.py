@@ -22,6 +22,7 @@ from torch import Tensor
 
 from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.preparation.prepare import stamp
+from superstep.data.source import DataStream
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import TokenStream, stream_of
 from superstep.errors import DataError, Fault
@@ -106,8 +107,9 @@ class Dpo:
     beta: float
     label_smoothing: float
 
-    def stream(self, stream: TokenStream, corpus: Path, split: SplitName) -> PairStream:
+    def stream(self, stream: DataStream, corpus: Path, split: SplitName) -> PairStream:
         """Batches of pairs."""
+        assert isinstance(stream, TokenStream), "preferences are tokens"
         return PairStream(stream, _place(corpus, split))
 
     def weigh(self, batch: Batch, logp: Tensor) -> SequenceLossResult:

@@ -54,6 +54,9 @@ AT_ONCE_S = 0.001
 kernel, and a step does not wait either.
 """
 
+USUAL = MatmulOperation(rows=256, width=256, inner=256)
+"""The product whose rate is measured for a model without products."""
+
 Work = Callable[[], object]
 
 
@@ -131,6 +134,9 @@ def measure_operations(
                 continue
             case _:
                 continue
+        products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
+    if not any(rate.kernel == "product" for rate in products.values()):
+        rate = _product(USUAL, dtype, gauge)
         products[rate.kernel, rate.rows, rate.width, rate.inner] = rate
     kernels |= dict.fromkeys(("read", "write", "update"))
     sizes = SIZES[gauge.device.kind]

@@ -165,6 +165,8 @@ class OperationRecorder(TorchDispatchMode):
             yield from self._ring(name, args, given)
         elif name.rstrip("_").endswith("mm"):
             yield _product(given, out)
+        elif name.startswith("convolution"):
+            yield from _convolution(name, args, out)
         else:
             yield _pass(func, name, given, out)
 
@@ -242,6 +244,27 @@ def _product(given: Sequence[Tensor], out: Tensor) -> Operation:
     if not is_narrow or batch > 1:
         return product
     return MemoryOperation(kernel="read", bytes=_bytes(left) + _bytes(right) + _bytes(out), product_flops=product.flops)
+
+
+def _convolution(name: str, args: Any, out: Any) -> Iterator[MatmulOperation]:  # noqa: ANN401
+    """A convolution as the product of its unfolded input with its weight (Chellapilla 2006); backward one for each
+    gradient.
+    """
+    is_backward = name == "convolution_backward"
+    x, weight = (args[1], args[2]) if is_backward else (args[0], args[1])
+    y = args[0] if is_backward else out
+    is_transposed, groups = (args[7], args[9]) if is_backward else (args[6], args[8])
+    outer = x if is_transposed else y
+    channels, inner = outer.shape[1], weight[0].numel()
+    rows, width = outer.numel() // channels, channels // groups
+    if not is_backward:
+        yield MatmulOperation(rows=rows, width=width, inner=inner, batch=groups)
+        return
+    has_input, has_weight, _ = args[10]
+    if has_input:
+        yield MatmulOperation(rows=rows, width=inner, inner=width, batch=groups)
+    if has_weight:
+        yield MatmulOperation(rows=width, width=inner, inner=rows, batch=groups)
 
 
 def _pass(func: Any, name: str, given: Sequence[Tensor], out: Any) -> MemoryOperation:  # noqa: ANN401

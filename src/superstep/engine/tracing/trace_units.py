@@ -168,6 +168,15 @@ def _machine(
     return machine, exchange
 
 
+def _targets(run: Resolved, machine: RankUnits) -> Tensor:
+    """The targets of a microbatch on a rank."""
+    rows = run.plan.microbatch
+    if run.samples is not None:
+        return torch.zeros(rows, *run.samples.target.dims, dtype=getattr(torch, run.samples.target.dtype))
+    tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
+    return torch.zeros(rows, tokens, dtype=torch.long)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passed:
     """One forward pass: input, output without its graph, its operations and its kept memory."""
@@ -187,8 +196,7 @@ class _Unit:
         self._unit, self._recorder = unit, recorder
         is_selective = run.plan.recompute == "selective" and run.plan.recomputed[unit]
         self._compute = (machine.selective if is_selective else machine.compute)[unit]
-        tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
-        self._targets = torch.zeros(run.plan.microbatch, tokens, dtype=torch.long)
+        self._targets = _targets(run, machine)
         data = run.config.data
         # One document fills the sequence: other documents are not known yet, and would reduce the work.
         starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None

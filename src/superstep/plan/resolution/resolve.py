@@ -24,7 +24,9 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
+from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.rules import Rules
+from superstep.plan.sample_fields import Counted, SampleFields
 from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_rules
 from superstep.plan.sharding.edges import list_taken_values, require_no_return
@@ -101,6 +103,7 @@ class Resolved:
         decoder: our own decoder's shape; None for a user's model.
         outline: the model's units.
         kept: what the run's kernels keep, for predictions of memory.
+        samples: the fields of the samples of ``data.source``; None for tokens of text.
     """
 
     config: RunConfig
@@ -108,6 +111,19 @@ class Resolved:
     outline: Outline
     plan: Plan
     kept: SavedActivations = PLAIN
+    samples: SampleFields | None = None
+
+    @property
+    def counted(self) -> Counted:
+        """What the run's targets are, for its rates."""
+        if self.samples is None:
+            return "tokens"
+        return "samples" if not self.samples.target.dims else "targets"
+
+    @property
+    def targets_of_row(self) -> int:
+        """Targets of a row of a batch: the tokens of a sequence, or those of a sample."""
+        return self.config.data.sequence_tokens if self.samples is None else self.samples.targets
 
     @property
     def shape(self) -> ModelShape:
@@ -148,6 +164,7 @@ def resolve(
     outline = outline_of(shape) if shape is not None else outline
     assert outline is not None
     check_ranges(config)
+    check_samples(config)
     if config.lora is not None:
         _check_lora(config, shape)
         outline = add_lora(outline, config.lora)

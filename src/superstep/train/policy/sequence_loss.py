@@ -8,18 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from superstep.data.batch import Batch, BatchSource, SplitName
-from superstep.data.token_stream import TokenStream
+from superstep.data.batch import Batch, SplitName
+from superstep.data.source import DataStream
 from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers
-
-
-class Epochs(BatchSource, Protocol):
-    """Global batches with a known number of distinct sequences."""
-
-    @property
-    def sequences(self) -> int: ...
 
 
 class CurrentModel(Protocol):
@@ -47,7 +40,7 @@ class CurrentModel(Protocol):
 class SequenceLoss(Protocol):
     """A loss of whole sequences (``numerics/sequence_losses.py``)."""
 
-    def stream(self, stream: TokenStream, corpus: Path, split: SplitName) -> Epochs:
+    def stream(self, stream: DataStream, corpus: Path, split: SplitName) -> DataStream:
         """Batches with the inputs of ``weigh``; their divisor is that of the loss."""
         ...
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from superstep.data.samples.sample_file import open_samples
 from superstep.errors import StateError
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.tensor_file import digest
@@ -18,6 +19,9 @@ FILE = "run.json"
 
 TOKENS = "the tokens of data.corpus"
 """The name of their digest."""
+
+SAMPLES = "the samples of data.source"
+"""The same of a user's file."""
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of the token file that are hashed at its beginning and end; with its size they distinguish corpora."""
@@ -34,7 +38,11 @@ def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     model = asdict(run.config.model)
     identity = {"train.seed": str(run.config.train.seed), "train.optimizer": run.config.train.optimizer}
     identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
-    return identity if corpus is None else identity | {TOKENS: _sample_digest(corpus / "train.tokens")}
+    if corpus is None:
+        return identity
+    if run.samples is not None:
+        return identity | {SAMPLES: open_samples(corpus).digest()}
+    return identity | {TOKENS: _sample_digest(corpus / "train.tokens")}
 
 
 def identity_text(identity: Mapping[str, str]) -> str:

@@ -18,6 +18,8 @@ def files_beside_corpus(run: Resolved, corpus: Path) -> dict[str, str]:
         run: with adapters, their base is drawn, until weights are given.
         corpus: the folder of token files.
     """
+    if run.samples is not None:
+        return {}
     files = hf_files(run.config, run.decoder, corpus / "tokenizer.json")
     files["corpus.json"] = (corpus / "corpus.json").read_text(encoding="utf-8")
     return files if run.config.lora is None else files | files_of(run, draw_base(run))

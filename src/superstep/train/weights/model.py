@@ -12,6 +12,8 @@ from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.time.operation import UnitOperations, flops
+from superstep.data.samples.sample_file import open_samples
+from superstep.engine.build import example_row
 from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
@@ -27,6 +29,7 @@ from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolution.resolve import Resolved, resolve
+from superstep.plan.sample_fields import SampleFields
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
@@ -48,9 +51,13 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
             "own; leave one of them out."
         )
     run = resolve(config, world, outline_of(specs, source))
-    rows = torch.empty(1, config.data.sequence_tokens, dtype=torch.long, device="meta")
-    between = pass_through(specs, rows, torch.float32, source)
-    _check_logits(config, between[-1].shape)
+    if config.data.source is not None:
+        run = replace(run, samples=open_samples(config.data.source).fields)
+    between = pass_through(specs, example_row(run), torch.float32, source)
+    if run.samples is None:
+        _check_logits(config, between[-1].shape)
+    else:
+        _check_targets(source, specs[-1], run.samples, between[-1].shape)
     if config.data.is_masked:
         _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
@@ -69,6 +76,23 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
         raise ConfigError(
             f"{source}: the last unit gives {shape[2]} logits, and model.vocab = {config.model.vocab}, which the "
             f"tokenizer is made for; set model.vocab to {shape[2]}."
+        )
+
+
+def _check_targets(source: str, last: UnitSpec, samples: SampleFields, shape: torch.Size) -> None:
+    """Check that the last unit's output fits the samples' targets."""
+    if last.loss is not None:
+        return
+    target = samples.target
+    if target.dtype != "int64":
+        raise ConfigError(
+            f"{source}: the samples' target is {target}, and the cross entropy needs class numbers, int64; convert it, "
+            f"or give the last unit '{last.name}' a loss of its own."
+        )
+    if shape[:-1] != (1, *target.dims):
+        raise ConfigError(
+            f"{source}: the last unit '{last.name}' gives {list(shape)} for one sample, and its target is {target}; it "
+            f"must return logits, {[1, *target.dims, 'classes']}, or have a loss of its own."
         )
 
 
@@ -127,21 +151,23 @@ def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
 
 
 def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> float | None:
-    """Operations of training on one token, by ``cost.program.flops.MFU_CONVENTION``; for a user's own units, those that
-    were traced, None without a trace.
+    """Operations of training on one token, or one target of samples, by ``cost.program.flops.MFU_CONVENTION``; for a
+    user's own units, those that were traced, None without a trace.
     """
-    tokens, mesh = run.config.data.sequence_tokens, run.plan.mesh
+    mesh = run.plan.mesh
     if run.decoder is not None and run.config.lora is not None:
         return lora.flops_per_token(run)
     if run.decoder is not None:
-        return model_flops_per_token(run.decoder, tokens)
+        return model_flops_per_token(run.decoder, run.config.data.sequence_tokens)
     if traced is not None and mesh.tp * mesh.cp > 1:
         # Work that is not cut runs on every rank, and must count once.
         whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
         traced = operations(replace(run, plan=whole))
     if traced is None:
         return None
-    return sum(flops(unit.forward) + flops(unit.backward) for unit in traced) / (run.plan.microbatch * tokens)
+    return sum(flops(unit.forward) + flops(unit.backward) for unit in traced) / (
+        run.plan.microbatch * run.targets_of_row
+    )
 
 
 def vocab_of(run: Resolved) -> int:

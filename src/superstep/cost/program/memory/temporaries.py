@@ -71,7 +71,7 @@ def block_workspace(run: Resolved) -> tuple[int, int]:
 
 def step_bytes(run: Resolved) -> int:
     """Bytes that a step has throughout; tables are those of our own decoder."""
-    microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.config.data.sequence_tokens
+    microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.targets_of_row
     ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
     if run.decoder is None:
         return ids

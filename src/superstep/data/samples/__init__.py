@@ -1,0 +1,1 @@
+"""Samples of a user's own file: read by number, checked, shuffled; readers of common formats."""

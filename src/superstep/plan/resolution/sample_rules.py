@@ -1,0 +1,65 @@
+"""Refusal of settings that have no meaning for a run on samples of a user's own file."""
+
+from __future__ import annotations
+
+from superstep.errors import ConfigError
+from superstep.plan.config import DataConfig, RunConfig
+
+OF_TEXT = {
+    "corpus": "names text",
+    "tokenizer": "makes tokens of text",
+    "text_field": "is of text",
+    "nulls": "is of text",
+    "sequence_tokens": "cuts text into sequences",
+    "packed": "packs documents of text",
+    "document_mask": "masks documents of text",
+    "validation_fraction": "holds out documents of text; the file's length('validation') says how many samples are",
+    "cache": "keeps token files",
+}
+"""What each field of [data] does with text."""
+
+
+def check_samples(config: RunConfig) -> None:
+    """Check the settings of a run with ``data.source``.
+
+    Raises:
+        ConfigError: names the first field that has no meaning there.
+    """
+    source = config.data.source
+    if source is None:
+        return
+    about = f"with data.source = '{source}', whose samples are no text; "
+    default = DataConfig()
+    for name, what in OF_TEXT.items():
+        value = getattr(config.data, name)
+        if value != getattr(default, name):
+            raise ConfigError(f"data.{name} = {_text(value)} {what}, {about}leave it out.")
+    if config.model.source is None:
+        raise ConfigError(
+            f"data.source = '{source}' with model.name = '{config.model.name}': the decoder reads tokens of text; set "
+            "model.source to a Python file with a model of these samples."
+        )
+    if config.plan.cp > 1:
+        raise ConfigError(f"plan.cp = {config.plan.cp} shares each sequence of tokens, {about}set plan.cp to 1.")
+    if config.plan.tp > 1 and config.plan.sequence_parallel:
+        raise ConfigError(
+            f"plan.sequence_parallel = true splits sequences of tokens over plan.tp = {config.plan.tp}, {about}set "
+            "plan.sequence_parallel to false."
+        )
+    if config.numerics.exact_chunks is not None:
+        raise ConfigError(
+            f"numerics.exact_chunks = {config.numerics.exact_chunks} are parts of a sequence of tokens, {about}leave "
+            "it out."
+        )
+    if config.observe.sample is not None:
+        raise ConfigError(f"observe.sample = '{config.observe.sample}' is a prompt of text, {about}leave it out.")
+
+
+def _text(value: object) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return str(list(value))
+        case _:
+            return repr(value)
