@@ -13,7 +13,7 @@ from superstep.engine.microbatch import microbatches_of
 from superstep.serve.compute import sampler as draw_module
 from superstep.serve.compute import torch_forward as forward_module
 from superstep.train import corpus_trainer
-from superstep.train.corpus_trainer import CorpusTrainer
+from superstep.train.corpus_trainer import CorpusTrainer, Validation
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof import stream as proof_stream
 
@@ -91,19 +91,19 @@ def _validated(session, batches):
 
 
 def last_batch_skipped():
-    def validation_loss(self):
+    def validate(self):
         found = list(_validated(self, range(self.run.config.train.eval_batches - 1)))
-        return sum(loss for loss, _ in found) / sum(tokens for _, tokens in found)
+        return Validation(loss=sum(loss for loss, _ in found) / sum(tokens for _, tokens in found))
 
-    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validate", validate)
 
 
 def mean_of_means():
-    def validation_loss(self):
+    def validate(self):
         found = [loss / tokens for loss, tokens in _validated(self, range(self.run.config.train.eval_batches))]
-        return sum(found) / len(found)
+        return Validation(loss=sum(found) / len(found))
 
-    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validate", validate)
 
 
 def validated_on_training():
@@ -112,9 +112,9 @@ def validated_on_training():
 
 
 def own_rows_validated():
-    inner = CorpusTrainer.validation_loss
+    inner = CorpusTrainer.validate
 
-    def validation_loss(self):
+    def validate(self):
         def rows(plan, mesh):
             count = plan.microbatches * plan.microbatch
             return slice(0, count)
@@ -122,7 +122,7 @@ def own_rows_validated():
         with mock.patch.object(corpus_trainer, "rows", rows):
             return inner(self)
 
-    return mock.patch.object(CorpusTrainer, "validation_loss", validation_loss)
+    return mock.patch.object(CorpusTrainer, "validate", validate)
 
 
 def top_p_keeps_one_less():

@@ -131,6 +131,8 @@ def build_loss(
         def plain(logits: Tensor, aim: LossTarget, scale: float) -> Tensor:
             logits = apply_temperature(logits, aim.temperature)
             if tp is None:
+                if aim.classify is not None:
+                    aim.classify(logits, aim.targets)
                 return _scale_loss(_whole_loss(logits, aim), scale)
             columns = own_part(logits.shape[-1], vocab, tp)
             return _scale_loss(cut_cross_entropy_sum(logits, aim.targets, columns, aim.token_terms), scale)

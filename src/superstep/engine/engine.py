@@ -18,7 +18,7 @@ from superstep.engine.microbatch import Microbatch
 from superstep.engine.router_counts import ExpertRouting
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
 from superstep.engine.step_update import StepUpdate
-from superstep.engine.token_metrics import TokenMetrics, require_divisor
+from superstep.engine.token_metrics import Score, TokenMetrics, require_divisor
 from superstep.launch.stop_request import StopRequest
 from superstep.model.unit import UnitSpec
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
@@ -168,6 +168,11 @@ class Engine(RankState):
         """The loss summed over the tokens of one global batch, and the number of targets, on all ranks; with a stream
         ``weights``, the sum of their sizes.
         """
+        score = self.score(microbatches, objective=objective)
+        return score.loss, score.targets
+
+    def score(self, microbatches: Sequence[Microbatch], *, objective: Objective = CROSS_ENTROPY) -> Score:
+        """The same with the number of samples that are classified right. Every rank calls this together."""
         metrics = self._watch(objective, microbatches)
         return metrics.totals(self._evaluate(metrics, microbatches))
 

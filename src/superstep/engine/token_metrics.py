@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -56,6 +57,21 @@ def _require_streams(objective: Objective, microbatches: Sequence[Microbatch]) -
                     f"stream '{name}' is {stream.dtype} of shape {tuple(stream.shape)}; give it one torch.float32 "
                     f"number for each target, of shape {shape}."
                 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """An evaluation of one global batch, over all ranks.
+
+    Attributes:
+        loss: summed.
+        targets: their number.
+        correct: those whose class has the highest logit; None where the targets are no classes.
+    """
+
+    loss: float
+    targets: float
+    correct: float | None
 
 
 class TokenMetrics:
@@ -114,6 +130,10 @@ class TokenMetrics:
         self._kept: dict[int, list[Tensor]] = {}
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        # A rank with a part of the classes does not know the highest logit.
+        is_cut = has_cut_output(run.outline, run.plan.rules) and mesh.shape.tp > 1
+        self._has_classes = run.samples is not None and last.loss is None and not is_cut
+        self._correct = torch.zeros((), dtype=torch.float64, device=mesh.device.torch)
 
     def aim(self, microbatch: Microbatch, m: int, *, is_observed: bool = True) -> LossTarget:
         """The loss target of the ``m``-th microbatch; recomputed tokens are not counted again."""
@@ -122,7 +142,13 @@ class TokenMetrics:
             self._see(m, trained)
 
         observer = tell if is_observed and self.sees else None
-        return LossTarget(microbatch.targets, microbatch.streams, self._objective, observer, self._temperature)
+        classify = self._classify if is_observed and self._has_classes else None
+        return LossTarget(
+            microbatch.targets, microbatch.streams, self._objective, observer, self._temperature, classify
+        )
+
+    def _classify(self, logits: Tensor, targets: Tensor) -> None:
+        self._correct += (logits.detach().argmax(-1) == targets).sum()
 
     def _see(self, m: int, trained: TrainedTokens) -> None:
         if self._keeps:
@@ -179,17 +205,19 @@ class TokenMetrics:
                 rows.copy_(mine)
         return sum_over(whole, self._mesh.world)
 
-    def totals(self, loss: Tensor) -> tuple[float, float]:
-        """The loss, and the number of targets, of one global batch; with a stream ``weights``, the sum of their sizes.
-        Every rank calls this together.
+    def totals(self, loss: Tensor) -> Score:
+        """The score of one global batch; with a stream ``weights``, its targets are the sum of their sizes. Every rank
+        calls this together.
 
         Args:
             loss: summed over this rank's tokens.
         """
         weight = torch.stack([_weight_sum(m) for m in self._microbatches]).sum().view(1)
         weight = weight * (self._mesh.at.tp == 0 and self._has_last_unit)
-        total, size = sum_over(torch.cat((self._own_loss(loss), weight)), self._mesh.world).tolist()
-        return total, size
+        correct = self._correct.view(1) * self._is_counted
+        numbers = torch.cat((self._own_loss(loss), weight, correct))
+        total, size, right = sum_over(numbers, self._mesh.world).tolist()
+        return Score(loss=total, targets=size, correct=right if self._has_classes else None)
 
     def _own_loss(self, loss: Tensor) -> Tensor:
         return (loss * self._is_counted).double().view(1)

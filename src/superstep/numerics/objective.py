@@ -91,6 +91,7 @@ class TrainedTokens:
 
 
 Tell = Callable[[TrainedTokens], None]
+Classify = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class LossTarget:
         streams: of the targets' shape.
         tell: called with the tokens, in order, at once or in parts.
         temperature: divides the logits first.
+        classify: called with whole logits [..., C] and the targets.
     """
 
     targets: Tensor
@@ -109,6 +111,7 @@ class LossTarget:
     objective: Objective = CROSS_ENTROPY
     tell: Tell | None = None
     temperature: float = 1.0
+    classify: Classify | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
+from superstep.plan.sample_fields import Counted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
@@ -28,6 +30,9 @@ class RunStarted:
     plan: str
     """The plan on one line."""
     parameters: int
+    counted: Counted = "tokens"
+    """What the run counts: tokens, samples, or the targets of samples that have several. The fields ``tokens``,
+    ``tokens_per_s`` and ``tokens_seen`` are numbers of these."""
     world: int
     """The number of ranks."""
     transport: str
@@ -158,7 +163,8 @@ class StepDone:
     grad_norm: float
     """The global norm before clipping."""
     tokens: int
-    """Valid tokens of this step's global batch."""
+    """Valid tokens of this step's global batch, or what else is ``counted``."""
+    counted: Counted = "tokens"
     tokens_per_s: float
     step_s: float
     """The whole step, with the wait for its batch."""
@@ -254,6 +260,8 @@ class Evaluated:
     loss: float
     """Nats per valid token."""
     bits_per_byte: float | None
+    accuracy: float | None = None
+    """The share of targets whose class has the highest logit; null of tokens and of a model's own loss."""
     seconds: float
 
 

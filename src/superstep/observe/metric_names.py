@@ -32,8 +32,8 @@ def _points(event: StepDone | LossDetails | RouterStats | RolloutStats | Evaluat
                 "train/loss": event.loss,
                 "train/lr": event.lr,
                 "train/grad_norm": event.grad_norm,
-                "train/tokens_seen": event.tokens_seen,
-                "speed/tokens_per_s": event.tokens_per_s,
+                f"train/{event.counted}_seen": event.tokens_seen,
+                f"speed/{event.counted}_per_s": event.tokens_per_s,
                 "speed/step_s": event.step_s,
                 "speed/data_s": event.data_s,
                 "memory/peak_bytes": event.memory_bytes,
@@ -60,5 +60,5 @@ def _points(event: StepDone | LossDetails | RouterStats | RolloutStats | Evaluat
             return points | {f"policy/{name}": value for name, value in event.measures.items()}
         case Evaluated():
             points = {"validation/loss": event.loss}
-            bits = event.bits_per_byte
-            return points if bits is None else points | {"validation/bits_per_byte": bits}
+            further = {"bits_per_byte": event.bits_per_byte, "accuracy": event.accuracy}
+            return points | {f"validation/{name}": value for name, value in further.items() if value is not None}

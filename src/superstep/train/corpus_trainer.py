@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,19 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.throughput import PeakRate, ThroughputMeter
 from superstep.train.trainer import Trainer
 from superstep.train.weights.checkpoint_files import files_beside_corpus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """The model on held-out data.
+
+    Attributes:
+        loss: nats per valid token, or per target of a sample.
+        accuracy: the share of class numbers that have the highest logit; None where the targets are no classes.
+    """
+
+    loss: float
+    accuracy: float | None = None
 
 
 class CorpusTrainer(Trainer):
@@ -135,21 +149,24 @@ class CorpusTrainer(Trainer):
         assert self._engine.routers is not None
         return self._engine.routers.take()
 
-    def validation_loss(self) -> float:
-        """Nats per valid token over the first batches of the held-out text."""
+    def validate(self) -> Validation:
+        """Validate on the first batches of the held-out data. Every rank calls this together."""
         size = self.run.config.train.batch_sequences
         count = max(1, min(self.run.config.train.eval_batches, self._validation.sequences // size))
-        total, tokens = 0.0, 0.0
+        total, targets = 0.0, 0.0
+        correct: float | None = 0.0 if self._sequence_loss is None else None
         for number in range(count):
             batch = self._validation.batch(number * size, rows(self.run.plan, self._mesh))
             if self._sequence_loss is not None:
                 loss = self._sequence_loss.weigh(batch, self.logprobs(batch)).loss
                 valid = batch.divisor or batch.valid_tokens
             else:
-                loss, valid = self._engine.evaluate(microbatches_of(batch, self.run.plan, self._mesh))
-            total, tokens = total + loss, tokens + valid
+                score = self._engine.score(microbatches_of(batch, self.run.plan, self._mesh))
+                loss, valid = score.loss, score.targets
+                correct = None if correct is None or score.correct is None else correct + score.correct
+            total, targets = total + loss, targets + valid
         self.meter.ask_memory()
-        return total / tokens
+        return Validation(loss=total / targets, accuracy=None if correct is None else correct / targets)
 
     def save(self, position: Position) -> WrittenCheckpoint:
         """Write a checkpoint and the trace of the last step; then drop old checkpoints. Every rank calls this together.

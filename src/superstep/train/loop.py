@@ -164,6 +164,7 @@ def _stretch(
                 lr=lr,
                 grad_norm=result.grad_norm,
                 tokens=result.tokens,
+                counted=trainer.run.counted,
                 tokens_per_s=tokens_per_s,
                 step_s=step_s,
                 data_s=data_s,
@@ -189,10 +190,16 @@ def routers(trainer: CorpusTrainer, position: Position) -> RouterStats:
 
 
 def evaluate(trainer: CorpusTrainer, position: Position) -> Evaluated:
-    """The loss on the held-out text."""
+    """The loss on the held-out data."""
     start_s = time.perf_counter()
     with beside(trainer.heart, VALIDATION):
-        loss = trainer.validation_loss()
+        validation = trainer.validate()
     bytes_per_token = trainer.bytes_per_token
-    bits = None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
-    return Evaluated(step=position.step, loss=loss, bits_per_byte=bits, seconds=time.perf_counter() - start_s)
+    bits = None if bytes_per_token is None else validation.loss / math.log(2) / bytes_per_token
+    return Evaluated(
+        step=position.step,
+        loss=validation.loss,
+        bits_per_byte=bits,
+        accuracy=validation.accuracy,
+        seconds=time.perf_counter() - start_s,
+    )

@@ -20,7 +20,17 @@ from superstep.program.timeline import Timeline
 COLUMNS = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "mfu", "memory_bytes", "tokens_seen")
 MOST_POINTS = 4000
 """The most points of a curve: more than a screen's columns, so that a long run keeps its extremes."""
-STARTED = ("plan", "parameters", "world", "transport", "steps", "unigram_entropy", "predicted_step_s", "memory")
+STARTED = (
+    "plan",
+    "parameters",
+    "world",
+    "transport",
+    "steps",
+    "unigram_entropy",
+    "predicted_step_s",
+    "memory",
+    "counted",
+)
 FORETOLD = ("predicted_memory_bytes", "predicted_spent_s")
 
 
@@ -93,7 +103,9 @@ def run_value(run: ReportedRun) -> dict[str, Any]:
         "step": [line["step"] for line in drawn],
         "columns": {name: [line.get(name) for line in drawn] for name in COLUMNS},
         "steps": len(steps),
-        "evaluated": {key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte")},
+        "evaluated": {
+            key: [line.get(key) for line in evaluated] for key in ("step", "loss", "bits_per_byte", "accuracy")
+        },
         "router": _router([line for line in lines if line["event"] == "router"]),
         "layouts": layout_changes(lines),
         "events": [*damaged, *(list(event) for event in _events(lines, run.fault))],
@@ -126,8 +138,9 @@ def thin_steps(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[int, str, str]]:
     """Step, kind and words of events besides steps, and of the final fault."""
-    step, is_over = 0, False
+    step, is_over, counted = 0, False, "tokens"
     for line in lines:
+        counted = line.get("counted", counted)
         step, is_over = line.get("step") or 0, line["event"] in ("finished", "stopped")
         match line["event"]:
             case "started":
@@ -149,7 +162,7 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
                 ranks = ", ".join(map(str, line["ranks"]))
                 yield step, "corrupted", f"{line['what']} on rank {ranks}, found after step {line['found']}"
             case "finished" | "stopped":
-                yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} tokens"
+                yield step, str(line["event"]), f"after {line['elapsed_s']:.4g} s, {line['tokens_seen']:,} {counted}"
     if fault and not is_over:
         yield step, "fault", fault
 

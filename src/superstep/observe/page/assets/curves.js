@@ -25,6 +25,7 @@ function curvesOf(runs, over, weight) {
   const column = (run, name) => run.columns[name];
   const xOf = (run) => (over === "step" ? run.step : column(run, "tokens_seen"));
   const tokensAt = (run, step) => { const k = run.step.findIndex((one) => one >= step); return k < 0 ? null : column(run, "tokens_seen")[k]; };
+  const counted = runs[0].started.counted || "tokens";
   const many = runs.length > 1, named = (run, what) => (many ? run.name + (what ? ", " + what : "") : what);
   const plain = (name, what, scale = 1, heavy = weight) => runs.flatMap((run, r) => {
     const y = column(run, name).map((v) => (v === null ? null : v * scale));
@@ -38,8 +39,9 @@ function curvesOf(runs, over, weight) {
     const found = x.length ? [{ label: named(run, "validation"), hue: many ? hueOf(r) : "#d55e00", x, y: run.evaluated.loss, points: true, dash: many ? [2, 3] : undefined }] : [];
     return run.started.unigram_entropy ? [...found, level(run, r, run.started.unigram_entropy, "tokens' frequencies alone")] : found;
   })];
-  const told = [["Loss, nats a token", loss, true], ["Norm of the gradient", plain("grad_norm", "before clipping"), true], ["Learning rate", plain("lr", "learning rate", 1, 0), true],
-    ["Tokens a second", plain("tokens_per_s", "tokens/s"), true],
+  const told = [["Loss, nats a " + counted.slice(0, -1), loss, true], ["Norm of the gradient", plain("grad_norm", "before clipping"), true], ["Learning rate", plain("lr", "learning rate", 1, 0), true],
+    [counted[0].toUpperCase() + counted.slice(1) + " a second", plain("tokens_per_s", counted + "/s"), true],
+    ["Accuracy on held-out samples, %", runs.flatMap((run, r) => ((run.evaluated.accuracy || []).some((v) => v !== null) ? [{ label: named(run, "validation"), hue: hueOf(r), x: over === "step" ? run.evaluated.step : run.evaluated.step.map((step) => tokensAt(run, step)), y: run.evaluated.accuracy.map((v) => (v === null ? null : 100 * v)), points: true }] : [])), false],
     ["Seconds of a step", [...plain("step_s", "the whole step"), ...(many ? [] : plain("data_s", runs[0].waited).map((one) => ({ ...one, hue: one.isPale ? pale("#d55e00") : "#d55e00" }))),
       ...runs.flatMap((run, r) => (run.started.predicted_step_s ? [level(run, r, run.started.predicted_step_s, "predicted")] : []))], true],
     ["Memory of the fullest rank, MiB", [...plain("memory_bytes", runs[0].started.memory === "resident" ? "whole process" : "tensors", 1 / 2 ** 20),
