@@ -18,8 +18,7 @@ from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.served import prove_served
 from superstep.cli.prove.within_tolerance import prove_layouts, prove_on_emulated, prove_one
 from superstep.comm.device import choose
-from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import stream_of
+from superstep.data.source import open_source, stream_of
 from superstep.errors import ConfigError
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.memory_check import require_fit_on_emulated_gpus
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         require_fit_on_emulated_gpus(run, operations(run), parse_emulated_gpus(options)[1])
     with proof_tokens(run, partial(_prepare, run)) as corpus:
         if options.serve:
-            stream = stream_of(run.config, open_corpus(corpus), "train")
+            stream = stream_of(run.config, open_source(corpus), "train")
             return prove_served(
                 run,
                 Path(argv[0]),
@@ -69,7 +68,7 @@ def _exact(options: ProveOptions, run: Resolved, corpus: Path) -> int:
     runs = list(layouts(options, world)) if options.all else [run]
     if not runs:
         raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
-    opened = open_corpus(corpus)
+    opened = open_source(corpus)
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder:
         return prove_bits(
             [

@@ -8,6 +8,9 @@ mean, would make no difference. Here each row of a global batch ends a little ea
     row 2   ● ● ● ● ● ○ ○ ○
     row 3   ● ● ● ● ○ ○ ○ ○
 
+Of samples with one class number, those at the places 1, 4, 9, 16, ... of the batch are ignored; targets that are no
+classes all count.
+
 With a document mask, documents also begin inside each row, at different places in every row and step. A batch of two
 steps may lie within one long document, and there an engine without any mask would be correct.
 """
@@ -15,6 +18,7 @@ steps may lie within one long document, and there an engine without any mask wou
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 
 import torch
 
@@ -80,11 +84,16 @@ class Ragged:
     def batch(self, sample: int, rows: slice) -> Batch:
         """Rows of the global batch at cursor ``sample``."""
         whole = self._source.batch(sample, slice(0, self.batch_sequences))
+        if whole.targets_BS.is_floating_point():
+            return whole.rows(rows)
         targets_BS = whole.targets_BS.clone()
-        tokens = targets_BS.shape[1]
         for row in range(self.batch_sequences):
             place = (sample + row) % self.batch_sequences
-            targets_BS[row, tokens - tokens * (place + 1) // (2 * self.batch_sequences) :] = IGNORE
+            if targets_BS.ndim == 1:
+                targets_BS[row] = IGNORE if place and isqrt(place) ** 2 == place else targets_BS[row]
+            else:
+                tokens = targets_BS.shape[1]
+                targets_BS[row, tokens - tokens * (place + 1) // (2 * self.batch_sequences) :] = IGNORE
         ignored = int(((whole.targets_BS != IGNORE) & (targets_BS == IGNORE)).sum())
         # The source's own count, minus the targets ignored here: a wrong count stays wrong.
         return replace(whole, targets_BS=targets_BS, valid_tokens=whole.valid_tokens - ignored).rows(rows)

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.data.batch import Batch
-from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import stream_of
+from superstep.data.source import open_source, stream_of
 from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
@@ -80,7 +79,7 @@ class Cases:
         train = replace(config.train, steps=max(config.train.steps, self._steps), eval_batches=validated)
         if train.weight_decay > 0:
             train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
-        batches = make_ragged_batches(stream_of(config, open_corpus(self._corpus), "train"), self._steps)
+        batches = make_ragged_batches(stream_of(config, open_source(self._corpus), "train"), self._steps)
         kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
         folder = self._root / kind
         if folder not in self._known:
@@ -107,7 +106,7 @@ class Cases:
 
     def _validation_batches(self, config: RunConfig, train: TrainConfig) -> tuple[Batch, ...]:
         """Batches of a validation: as many as configured, or as there are."""
-        plain, size = plain_split(config, open_corpus(self._corpus), "validation"), train.batch_sequences
+        plain, size = plain_split(config, open_source(self._corpus), "validation"), train.batch_sequences
         return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
 
     def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
@@ -146,7 +145,8 @@ def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str
     if case.one_rank is not None and has_same_roundings(case.run):
         yield "the same with one rank of the engine in bf16, which rounds alike: only the order of sums differs"
     counts = [int((row != IGNORE).sum()) for batch in case.batches for row in batch.targets_BS]
-    yield f"the divisor: a sequence has {min(counts)} to {max(counts)} valid targets, so ranks differ"
+    row = "sequence" if case.run.samples is None else "sample"
+    yield f"the divisor: a {row} has {min(counts)} to {max(counts)} valid targets, so ranks differ"
     if case.run.config.data.is_masked:
         begun = sum(documents_begun(batch) for batch in case.batches)
         yield f"the document mask: in the batches {begun} documents begin within a sequence, most added here"
@@ -164,12 +164,11 @@ def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str
     elif verdict.again.is_rerun_same is not None:
         yield "a second run by the training loop over its own stream: batches and bits"
     if verdict.stream is not None:
-        yield (
-            "the stream with plain code: tokens, targets, documents, the order, each rank's rows and the count of "
-            "valid tokens; packed, masked and padded"
-        )
+        read = "tokens, targets, documents" if case.run.samples is None else "fields, targets"
+        kinds = "valid tokens; packed, masked and padded" if case.run.samples is None else "targets"
+        yield f"the stream with plain code: {read}, the order, each rank's rows and the count of {kinds}"
     if verdict.validation is not None:
-        yield f"the validation loss over {train.eval_batches} batches of the held-out text, with one process in fp32"
+        yield f"the validation loss over {train.eval_batches} batches of held-out data, with one process in fp32"
     if verdict.sampler is not None:
         served = ", and answers of a server of the saved checkpoint" if verdict.again.served is not None else ""
         yield f"the sampler with plain code: what top-k, top-p, min-p and temperature leave, and the draw{served}"
@@ -192,4 +191,4 @@ def unseen(case: ProofCase) -> Iterator[str]:
     else:
         yield "a restart on another layout (--exact compares that), a race that appeared in neither run"
     yield "the model's own code: the reference runs the same modules"
-    yield "the text behind the token files"
+    yield "the text behind the token files" if case.run.samples is None else "what the file of samples reads"

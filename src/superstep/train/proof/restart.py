@@ -32,6 +32,7 @@ from superstep.state.tensor_piece import TensorPiece
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
+from superstep.train.proof.plain_stream import PlainSplit
 from superstep.train.proof.sampler import PROMPTS, can_serve, find_served_fault
 from superstep.train.proof.stream import plain_split
 from superstep.train.run_folder.run_paths import RunFolder
@@ -166,6 +167,7 @@ def _check_served(world: World, run: Resolved, checkpoint: Path, corpus: Path) -
     fault = ""
     if world.rank == 0:
         plain = plain_split(run.config, open_corpus(corpus), "validation")
+        assert isinstance(plain, PlainSplit), "only the decoder is served"
         fault = find_served_fault(run, checkpoint, [tokens for tokens, _, _ in plain.rows(0, PROMPTS)])
     return gather(fault, str)[0]
 

@@ -14,19 +14,28 @@ from pathlib import Path
 
 from superstep.comm.mesh import Mesh
 from superstep.data.batch import SPLITS, Batch, SplitName
-from superstep.data.token_files import Corpus, open_corpus
-from superstep.data.token_stream import stream_of
+from superstep.data.samples.sample_file import SampleFile
+from superstep.data.source import Source, open_source, stream_of
+from superstep.data.token_files import Corpus
 from superstep.engine.microbatch import rows
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
+from superstep.train.proof.plain_samples import PlainSamples, sample_fault
 from superstep.train.proof.plain_stream import PlainSplit, Row
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
 """Kinds of rows: ``data.packed`` and ``data.document_mask``."""
 
 
-def plain_split(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSplit:
+def plain_split(config: RunConfig, source: Source, split: SplitName) -> PlainSplit | PlainSamples:
+    """A split of the data in plain code."""
+    if isinstance(source, Corpus):
+        return _plain_tokens(config, source, split)
+    return PlainSamples(samples=source, split=split, seed=config.train.seed)
+
+
+def _plain_tokens(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSplit:
     return PlainSplit(
         split=corpus.train if split == "train" else corpus.validation,
         data=config.data,
@@ -37,12 +46,14 @@ def plain_split(config: RunConfig, corpus: Corpus, split: SplitName) -> PlainSpl
 
 def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
     """A difference between this rank's rows and plain code, in words; empty without one."""
-    corpus, place, mine = open_corpus(folder), run.plan.mesh.at(mesh.rank).dp, rows(run.plan, mesh)
+    corpus, place, mine = open_source(folder), run.plan.mesh.at(mesh.rank).dp, rows(run.plan, mesh)
+    if not isinstance(corpus, Corpus):
+        return _samples_fault(run.config, corpus, mine, mesh.rank)
     for split in SPLITS:
         for kind, (is_packed, is_masked) in KINDS.items():
             data = replace(run.config.data, packed=is_packed, document_mask=is_masked)
             config = replace(run.config, data=data)
-            plain = plain_split(config, corpus, split)
+            plain = _plain_tokens(config, corpus, split)
             if not plain.count:
                 continue
             size = config.train.batch_sequences
@@ -53,6 +64,20 @@ def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
                 fault = next(_faults(stream.batch(sample, mine), wanted, place * share, share), "")
                 if fault:
                     return f"the {split} stream, {kind}: the batch at sample {sample}: rank {mesh.rank}: {fault}"
+    return ""
+
+
+def _samples_fault(config: RunConfig, samples: SampleFile, mine: slice, rank: int) -> str:
+    for split in SPLITS:
+        plain, stream = (
+            PlainSamples(samples=samples, split=split, seed=config.train.seed),
+            stream_of(config, samples, split),
+        )
+        size = config.train.batch_sequences
+        for sample in _samples(plain.count, size, is_shuffled=split == "train"):
+            fault = sample_fault(stream.batch(sample, mine), plain.batch(sample, size), mine)
+            if fault:
+                return f"the {split} stream: the batch at sample {sample}: rank {rank}: {fault}"
     return ""
 
 
