@@ -8,7 +8,7 @@ from pathlib import Path
 
 from superstep.cli.arguments.sample import SampleOptions, read
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
-from superstep.errors import StateError
+from superstep.errors import ConfigError, StateError
 from superstep.model.custom.user_model import load_units
 from superstep.model.hf import load_weights
 from superstep.model.unit import UnitSequence
@@ -71,6 +71,11 @@ def _find_checkpoint(run: Path, step: int | None) -> tuple[RunConfig, Path]:
     if not folder.config.is_file():
         raise StateError(f"'{run}' is not a run directory: it has no run.toml. Name the folder of a run.")
     config = read_config(folder.config)
+    if config.data.source is not None:
+        raise ConfigError(
+            f"'{run}' was trained on the samples of {config.data.source}, which are no text, and superstep sample "
+            "continues text; load the model.safetensors of its checkpoint in Python."
+        )
     if config.lora is not None:
         refuse_adapter(run)
     if step is None:

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
-from superstep.plan.sample_fields import Counted
+from superstep.plan.sample_fields import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RunStarted:
     plan: str
     """The plan on one line."""
     parameters: int
-    counted: Counted = "tokens"
+    counts: Counts = "tokens"
     """What the run counts: tokens, samples, or the targets of samples that have several. The fields ``tokens``,
     ``tokens_per_s`` and ``tokens_seen`` are numbers of these."""
     world: int
@@ -163,8 +163,8 @@ class StepDone:
     grad_norm: float
     """The global norm before clipping."""
     tokens: int
-    """Valid tokens of this step's global batch, or what else is ``counted``."""
-    counted: Counted = "tokens"
+    """Valid tokens of this step's global batch, or what else the run ``counts``."""
+    counts: Counts = "tokens"
     tokens_per_s: float
     step_s: float
     """The whole step, with the wait for its batch."""

@@ -61,7 +61,7 @@ def exposition(run: str, lines: Iterable[Mapping[str, Any]], *, updated_at_s: fl
     for line in lines:
         newest[line["event"]] = line
         counts[line["event"]] = counts.get(line["event"], 0) + 1
-    counted = newest.get("step", {}).get("counted", "tokens")
+    counted = newest.get("step", {}).get("counts", "tokens")
     label = f'{{run="{_escape(run)}"}}'
     text: list[str] = []
 

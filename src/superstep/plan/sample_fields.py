@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Counted = Literal["tokens", "samples", "targets"]
+Counts = Literal["tokens", "samples", "targets"]
 """What a run counts: samples where each has one target."""
 
 TARGET = "target"

@@ -37,7 +37,7 @@ def describe_start(
         run=str(job.folder.root),
         plan=plan_text(job.run),
         parameters=job.run.outline.numel,
-        counted=job.run.counted,
+        counts=job.run.counts,
         world=world.size,
         transport=trainer.transport,
         attention=kernel_of(job.run, world.device),

@@ -32,7 +32,7 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
         make: makes the files in a folder, if needed.
     """
     if run.config.data.source is not None:
-        return checked_samples(run.config.data.source, run.config.train.seed)
+        return prepare_samples(run.config.data.source, run.config.train.seed)
     kept = tokens_folder(run.config, folder.root)
     if checkpoint is None or not is_whole(kept):
         make(kept)
@@ -41,7 +41,7 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
     return kept
 
 
-def checked_samples(source: str, seed: int) -> Path:
+def prepare_samples(source: str, seed: int) -> Path:
     """The file of samples, some of which are read twice; raises as ``check_pure``."""
     check_pure(open_samples(source), seed)
     return Path(source)
@@ -51,7 +51,7 @@ def checked_samples(source: str, seed: int) -> Path:
 def proof_tokens(run: Resolved, make: Callable[[Path], object]) -> Iterator[Path]:
     """A run's own token files, unchanged, or a temporary folder that ``make`` fills for the block; or its samples."""
     if run.config.data.source is not None:
-        yield checked_samples(run.config.data.source, run.config.train.seed)
+        yield prepare_samples(run.config.data.source, run.config.train.seed)
         return
     data, vocab = run.config.data, vocab_of(run)
     kept = tokens_folder(run.config, Path(run.config.state.dir))

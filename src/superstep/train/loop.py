@@ -164,7 +164,7 @@ def _stretch(
                 lr=lr,
                 grad_norm=result.grad_norm,
                 tokens=result.tokens,
-                counted=trainer.run.counted,
+                counts=trainer.run.counts,
                 tokens_per_s=tokens_per_s,
                 step_s=step_s,
                 data_s=data_s,

@@ -93,6 +93,11 @@ def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, u
     Raises:
         ConfigError: the model cannot be trained.
     """
+    if proposed.data.source is not None:
+        raise ConfigError(
+            f"data.source = '{proposed.data.source}' has samples for superstep train, and superstep tune reads "
+            "conversations; name their records by data.corpus."
+        )
     tokens = proposed.data.sequence_tokens
     if tokens is None:
         tokens = min(usual_tokens, shape_of(model).max_tokens)

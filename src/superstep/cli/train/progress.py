@@ -142,7 +142,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
                 f"loss {event.loss:.4f}",
                 f"lr {event.lr:.2e}",
                 f"grad norm {event.grad_norm:<5.3g}",
-                f"{count_text(event.tokens_per_s):>5} {event.counted}/s",
+                f"{count_text(event.tokens_per_s):>5} {event.counts}/s",
                 f"MFU {_mfu(event)}",
                 f"data wait {_data_share(event):.1%}",
                 f"{'process ' if _is_resident(progress) else ''}{bytes_text(event.memory_bytes)}",
@@ -160,10 +160,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case Saved() | Warned():
             parts = _of_disk(event)
         case RunFinished():
-            tokens = count_text(event.tokens_seen)
-            summary = (
-                f"finished step {event.step} in {duration_text(event.elapsed_s)}, {tokens} {_counted(progress)} seen"
-            )
+            seen = f"{count_text(event.tokens_seen)} {_what_counts(progress)} seen"
+            summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {seen}"
             return [summary, *_comparison_lines(progress)]
         case RunStopped():
             return [f"stopped after step {event.step} of {progress.steps}, on request"]
@@ -264,10 +262,10 @@ def _facts(progress: Progress, now: float) -> list[list[Fact]]:
             ("data wait", f"{_data_share(step):.1%}" if step else "-"),
         ],
         [
-            (f"{_counted(progress)}/s", count_text(step.tokens_per_s) if step else "-"),
+            (f"{_what_counts(progress)}/s", count_text(step.tokens_per_s) if step else "-"),
             ("MFU", _mfu(step) if step else "-"),
             ("process" if _is_resident(progress) else "memory", bytes_text(step.memory_bytes) if step else "-"),
-            (f"{_counted(progress)} seen", count_text(step.tokens_seen) if step else "-"),
+            (f"{_what_counts(progress)} seen", count_text(step.tokens_seen) if step else "-"),
         ],
         [
             ("elapsed", duration_text(progress.elapsed_s(now))),
@@ -401,8 +399,8 @@ def _beside_validation(progress: Progress) -> list[str]:
     return notes
 
 
-def _counted(progress: Progress) -> str:
-    return progress.started.counted if progress.started else "tokens"
+def _what_counts(progress: Progress) -> str:
+    return progress.started.counts if progress.started else "tokens"
 
 
 def _is_resident(progress: Progress) -> bool:

@@ -29,7 +29,7 @@ STARTED = (
     "unigram_entropy",
     "predicted_step_s",
     "memory",
-    "counted",
+    "counts",
 )
 FORETOLD = ("predicted_memory_bytes", "predicted_spent_s")
 
@@ -140,7 +140,7 @@ def _events(lines: Iterable[Mapping[str, Any]], fault: str) -> Iterable[tuple[in
     """Step, kind and words of events besides steps, and of the final fault."""
     step, is_over, counted = 0, False, "tokens"
     for line in lines:
-        counted = line.get("counted", counted)
+        counted = line.get("counts", counted)
         step, is_over = line.get("step") or 0, line["event"] in ("finished", "stopped")
         match line["event"]:
             case "started":

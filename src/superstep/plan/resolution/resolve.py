@@ -26,7 +26,7 @@ from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.rules import Rules
-from superstep.plan.sample_fields import Counted, SampleFields
+from superstep.plan.sample_fields import Counts, SampleFields
 from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_rules
 from superstep.plan.sharding.edges import list_taken_values, require_no_return
@@ -114,7 +114,7 @@ class Resolved:
     samples: SampleFields | None = None
 
     @property
-    def counted(self) -> Counted:
+    def counts(self) -> Counts:
         """What the run's targets are, for its rates."""
         if self.samples is None:
             return "tokens"
@@ -232,7 +232,7 @@ def _check_data(config: RunConfig, shape: ModelShape | None) -> None:
             f"{setting_text('data.sequence_tokens', config.data.sequence_tokens)} is longer than model.name = "
             f"'{config.model.name}' supports; set data.sequence_tokens to {shape.max_tokens} or less."
         )
-    if config.model.weights is not None and config.data.tokenizer is None:
+    if config.model.weights is not None and config.data.tokenizer is None and config.data.source is None:
         raise ConfigError(
             f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
             "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."

@@ -13,7 +13,7 @@ OF_TEXT = {
     "sequence_tokens": "cuts text into sequences",
     "packed": "packs documents of text",
     "document_mask": "masks documents of text",
-    "validation_fraction": "holds out documents of text; the file's length('validation') says how many samples are",
+    "validation_fraction": "holds out documents of text",
     "cache": "keeps token files",
 }
 """What each field of [data] does with text."""
@@ -28,17 +28,17 @@ def check_samples(config: RunConfig) -> None:
     source = config.data.source
     if source is None:
         return
-    about = f"with data.source = '{source}', whose samples are no text; "
-    default = DataConfig()
-    for name, what in OF_TEXT.items():
-        value = getattr(config.data, name)
-        if value != getattr(default, name):
-            raise ConfigError(f"data.{name} = {_text(value)} {what}, {about}leave it out.")
     if config.model.source is None:
         raise ConfigError(
             f"data.source = '{source}' with model.name = '{config.model.name}': the decoder reads tokens of text; set "
             "model.source to a Python file with a model of these samples."
         )
+    about = f"and the samples of data.source = '{source}' are no text; "
+    default = DataConfig()
+    for name, what in OF_TEXT.items():
+        value = getattr(config.data, name)
+        if value != getattr(default, name):
+            raise ConfigError(f"data.{name} = {_text(value)} {what}, {about}leave it out.")
     if config.plan.cp > 1:
         raise ConfigError(f"plan.cp = {config.plan.cp} shares each sequence of tokens, {about}set plan.cp to 1.")
     if config.plan.tp > 1 and config.plan.sequence_parallel:

@@ -12,24 +12,19 @@ from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.time.operation import UnitOperations, flops
-from superstep.data.samples.sample_file import open_samples
-from superstep.engine.build import example_row
 from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
-from superstep.engine.tracing.trace_user_model import rehearse
-from superstep.errors import ConfigError
 from superstep.model.axes import units
-from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.user_model import load_units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
-from superstep.model.unit import GIVEN, UnitSpec, global_specs
+from superstep.model.unit import UnitSpec, global_specs
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.plan.sample_fields import SampleFields
+from superstep.train.weights.user_model import resolve_user_model
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
@@ -44,73 +39,7 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
     if source is None:
         run = resolve(config, world)
         return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
-    specs = load_units(config)
-    if config.train.loss is not None and specs[-1].loss is not None:
-        raise ConfigError(
-            f"train.loss = '{config.train.loss}', and {source} gives the last unit '{specs[-1].name}' a loss of its "
-            "own; leave one of them out."
-        )
-    run = resolve(config, world, outline_of(specs, source))
-    if config.data.source is not None:
-        run = replace(run, samples=open_samples(config.data.source).fields)
-    between = pass_through(specs, example_row(run), torch.float32, source)
-    if run.samples is None:
-        _check_logits(config, between[-1].shape)
-    else:
-        _check_targets(source, specs[-1], run.samples, between[-1].shape)
-    if config.data.is_masked:
-        _check_documents(config, specs)
-    if run.plan.mesh.tp > 1:
-        rehearse(run, specs, between, source)
-    return run
-
-
-def _check_logits(config: RunConfig, shape: torch.Size) -> None:
-    source, tokens = config.model.source, config.data.sequence_tokens
-    if len(shape) != 3 or shape[:2] != (1, tokens):
-        raise ConfigError(
-            f"{source}: the last unit gives {list(shape)} for one sequence of {tokens} tokens; it must return logits, "
-            f"[1, {tokens}, model.vocab]."
-        )
-    if config.model.vocab != shape[2]:
-        raise ConfigError(
-            f"{source}: the last unit gives {shape[2]} logits, and model.vocab = {config.model.vocab}, which the "
-            f"tokenizer is made for; set model.vocab to {shape[2]}."
-        )
-
-
-def _check_targets(source: str, last: UnitSpec, samples: SampleFields, shape: torch.Size) -> None:
-    """Check that the last unit's output fits the samples' targets."""
-    if last.loss is not None:
-        return
-    target = samples.target
-    if target.dtype != "int64":
-        raise ConfigError(
-            f"{source}: the samples' target is {target}, and the cross entropy needs class numbers, int64; convert it, "
-            f"or give the last unit '{last.name}' a loss of its own."
-        )
-    if shape[:-1] != (1, *target.dims):
-        raise ConfigError(
-            f"{source}: the last unit '{last.name}' gives {list(shape)} for one sample, and its target is {target}; it "
-            f"must return logits, {[1, *target.dims, 'classes']}, or have a loss of its own."
-        )
-
-
-def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:
-    """Check that the units accept documents: attention and positions as arguments."""
-    source, tokens = config.model.source, config.data.sequence_tokens
-    needs = {"attend": "attention as an argument", "positions": "positions, which begin at 0 in each document"}
-    for name, what in needs.items():
-        if not any(name in spec.takes for spec in specs):
-            raise ConfigError(
-                f"{source}: data.document_mask = true needs units that take {what}, and none takes '{name}'; "
-                f"let those that use it take '{name}', or set data.document_mask = false."
-            )
-    rows = torch.empty(2, tokens, dtype=torch.long, device="meta")
-    given = {**GIVEN, "positions": torch.empty_like(rows)}
-    pass_through(
-        specs, rows, torch.float32, f"{source}, data.document_mask = true, positions {list(rows.shape)}", given
-    )
+    return resolve_user_model(config, world)
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:

@@ -25,7 +25,7 @@ function curvesOf(runs, over, weight) {
   const column = (run, name) => run.columns[name];
   const xOf = (run) => (over === "step" ? run.step : column(run, "tokens_seen"));
   const tokensAt = (run, step) => { const k = run.step.findIndex((one) => one >= step); return k < 0 ? null : column(run, "tokens_seen")[k]; };
-  const counted = runs[0].started.counted || "tokens";
+  const counted = runs[0].started.counts || "tokens";
   const many = runs.length > 1, named = (run, what) => (many ? run.name + (what ? ", " + what : "") : what);
   const plain = (name, what, scale = 1, heavy = weight) => runs.flatMap((run, r) => {
     const y = column(run, name).map((v) => (v === null ? null : v * scale));

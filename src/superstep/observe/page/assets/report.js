@@ -15,8 +15,8 @@ function showCards() {
     if (validation !== null) add(round(validation, 4), "validation loss");
     if (many) continue;
     const rates = run.columns.tokens_per_s.filter((v) => v !== null).sort((a, b) => a - b);
-    if (rates.length) add(countText(rates[rates.length >> 1]), (run.started.counted || "tokens") + "/s, median");
-    if (last(run.columns.tokens_seen)) add(countText(last(run.columns.tokens_seen)), (run.started.counted || "tokens") + " seen");
+    if (rates.length) add(countText(rates[rates.length >> 1]), (run.started.counts || "tokens") + "/s, median");
+    if (last(run.columns.tokens_seen)) add(countText(last(run.columns.tokens_seen)), (run.started.counts || "tokens") + " seen");
     if (memory) add(bytesText(memory), run.started.memory === "resident" ? "process, fullest rank" : "tensors, fullest rank");
     if (run.started.parameters) add(countText(run.started.parameters), "parameters");
   }
