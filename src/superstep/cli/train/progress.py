@@ -160,8 +160,8 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case Saved() | Warned():
             parts = _of_disk(event)
         case RunFinished():
-            seen = f"{count_text(event.tokens_seen)} {_what_counts(progress)} seen"
-            summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {seen}"
+            total = f"{count_text(event.tokens_seen)} {_what_counts(progress)} seen"
+            summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {total}"
             return [summary, *_comparison_lines(progress)]
         case RunStopped():
             return [f"stopped after step {event.step} of {progress.steps}, on request"]
