@@ -31,8 +31,7 @@ class RunStarted:
     """The plan on one line."""
     parameters: int
     counts: Counts = "tokens"
-    """What the run counts: tokens, samples, or the targets of samples that have several. The fields ``tokens``,
-    ``tokens_per_s`` and ``tokens_seen`` are numbers of these."""
+    """What the run counts: tokens, samples, or the targets of samples that have several."""
     world: int
     """The number of ranks."""
     transport: str
@@ -165,6 +164,7 @@ class StepDone:
     tokens: int
     """Valid tokens of this step's global batch, or what else the run ``counts``."""
     counts: Counts = "tokens"
+    """What ``tokens``, ``tokens_per_s`` and ``tokens_seen`` are numbers of."""
     tokens_per_s: float
     step_s: float
     """The whole step, with the wait for its batch."""

@@ -17,7 +17,6 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
-from superstep.plan.resolution.sample_rules import check_samples
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, check_web
 from superstep.run.serving.served_model import check_model, find_model
 from superstep.train.run_folder import run_directory
@@ -68,7 +67,6 @@ def _check_own(config: RunConfig) -> None:
     run.
     """
     check_ranges(config)
-    check_samples(config)
     source = Path(str(config.model.source))
     if not source.is_file():
         raise ConfigError(f"model.source = '{source}' is not a Python file; name one, such as my_model.py.")

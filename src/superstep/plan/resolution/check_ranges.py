@@ -1,4 +1,6 @@
-"""check_ranges: refuses a number of a run that is out of its range, whatever the model."""
+"""check_ranges: refuses a number of a run that is out of its range, or has no meaning for its data, whatever the
+model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from operator import attrgetter
 
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
+from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.skip_and_rollback import batches_left_out, check_rollback
 
 AT_LEAST = {
@@ -50,11 +53,13 @@ SHARES = ("train.beta1", "train.beta2", "data.validation_fraction")
 
 
 def check_ranges(config: RunConfig) -> None:
-    """Check the range of every number of a run; fields that are None are left open.
+    """Check the range of every number of a run; fields that are None are left open. And of a run on samples, that no
+    field is of text.
 
     Raises:
         ConfigError: names the field and its bounds.
     """
+    check_samples(config)
     for name, least in AT_LEAST.items():
         value = attrgetter(name)(config)
         if value is not None and not value >= least:

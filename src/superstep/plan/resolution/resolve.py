@@ -24,7 +24,6 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
-from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.rules import Rules
 from superstep.plan.sample_fields import Counts, SampleFields
 from superstep.plan.saved_activations import PLAIN, SavedActivations
@@ -164,7 +163,6 @@ def resolve(
     outline = outline_of(shape) if shape is not None else outline
     assert outline is not None
     check_ranges(config)
-    check_samples(config)
     if config.lora is not None:
         _check_lora(config, shape)
         outline = add_lora(outline, config.lora)
