@@ -9,8 +9,8 @@ from hypothesis import given
 
 from plans import examples, plan_of, plans
 from superstep.program.compile import compile_evaluation, compile_step
-from superstep.program.instructions import Forward
-from superstep.program.peak_memory import Peak, UnitBytes, forwards_in_flight, high_water
+from superstep.program.instructions import Backward, Forward, Recv, Send
+from superstep.program.peak_memory import Peak, UnitBytes, course, forwards_in_flight, high_water, list_held_bytes
 
 PARAMS, GRADIENT, ALL, SELECTIVE, INPUT, BOUNDARY = 1000, 4000, 80, 50, 10, 10
 PRODUCTS = {"product_inputs": 30, "product_gradients": 40}
@@ -28,8 +28,12 @@ UNIT = UnitBytes(
 def peaks(plan, **only):
     """Each rank's peak; ``only`` keeps the named sizes and makes the others nothing."""
     program = compile_step(plan)
+    return high_water(program, sizes_of(program, **only) if only else [UNIT] * len(plan.units))
+
+
+def sizes_of(program, **only):
     sizes = dict.fromkeys((field.name for field in fields(UnitBytes)), 0)
-    return high_water(program, [UnitBytes(**(sizes | only)) if only else UNIT] * len(plan.units))
+    return [UnitBytes(**(sizes | only))] * len(program.units)
 
 
 any_plan = examples(25)
@@ -114,18 +118,31 @@ def test_between_units_there_is_one_input_or_two_gradients():
     assert (peak.boundary_bytes, peak.kept_bytes) == (2 * BOUNDARY, 0)
 
 
-def test_a_receive_counts_from_where_it_is_posted():
-    """Rank 0 of a pipeline has a gradient posted while the next forward makes its output."""
-    first, _ = peaks(plan_of(pp=2, layers=2, microbatches=4), boundary=BOUNDARY)
-    assert first.boundary_bytes == 3 * BOUNDARY
+def test_a_receive_counts_from_where_it_is_posted_and_a_sent_value_until_the_peer_answers():
+    """Rank 0 of a pipeline, whose sent values are answered by their gradients."""
+    program = compile_step(plan_of(pp=2, layers=2, microbatches=4))
+    levels = course(program, 0, sizes_of(program, boundary=BOUNDARY))
+    held = {i: level.boundary_bytes for i, level in zip(program.ranks[0], levels, strict=True)}
+    assert held[Recv("grad", 2, 0, 1)] == 2 * BOUNDARY  # of microbatch 0 what was sent and what is posted
+    assert held[Send("act", 2, 1, 1)] == 3 * BOUNDARY
+    assert held[Backward(1, 0)] == 3 * BOUNDARY  # a gradient comes and one goes; what was sent of microbatch 1
+    assert max(held.values()) == held[Recv("grad", 2, 3, 1)] == 4 * BOUNDARY
+
+
+def test_what_nobody_answers_is_held_until_the_step_ends():
+    program = compile_step(plan_of(pp=2, layers=2, microbatches=4, schedule="gpipe"))
+    *_, last = list_held_bytes(program, 1, sizes_of(program, boundary=BOUNDARY))
+    assert last["boundary"] == 4 * BOUNDARY
 
 
 def test_between_the_halves_of_a_backward_products_are_kept():
     """One rank, two blocks, one microbatch: the backward of the inputs all the way, then that of the weights."""
     plan = plan_of(layers=2, microbatches=1, schedule="zb-h1")
     (kept,) = peaks(plan, kept_all=ALL, **PRODUCTS)
-    # At the first backward all four units are whole, and the head's products have output gradients already.
-    assert kept.kept_bytes == 4 * ALL + PRODUCTS["product_gradients"]
+    # At the first backward all four units are whole. It makes gradients as it drops what they need: its workspace.
+    assert kept.kept_bytes == 4 * ALL
+    (made,) = peaks(plan, kept_all=ALL, input_workspace=60, **PRODUCTS)
+    assert made.bytes == 4 * ALL + 60
     (products,) = peaks(plan, **PRODUCTS)
     assert products.kept_bytes == 4 * sum(PRODUCTS.values())
     (one,) = peaks(plan_of(layers=2, microbatches=1), **PRODUCTS)

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Keep, Program
+from superstep.program.received import find_received_values
 
 Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
 
@@ -21,8 +22,8 @@ class UnitBytes:
     """A unit's bytes on one rank; activations are those of one microbatch.
 
     Attributes:
-        params: the unit's own parameters, gathered, in the compute dtype.
-        gradient: the full gradient buffer of those.
+        params: the unit's own parameters, fetched, in the compute dtype; without those that the rank has whole.
+        gradient: the full gradient buffers of the unit that are settled into their shard.
         kept_all: what stays for the backward pass, with the unit's inputs.
         kept_selective: the same without what selective recomputation computes again.
         kept_input: only the unit's inputs, where full recomputation starts.
@@ -31,6 +32,7 @@ class UnitBytes:
         boundary: what the unit before returns, on its way; its gradient on the way back is as large.
         forward_workspace: what its forward pass makes and drops, beside what it keeps and its output.
         backward_workspace: the same of its backward pass, beside what was kept and its input's gradient.
+        input_workspace: the same of BackwardInput, with what it makes for BackwardWeight.
     """
 
     params: int
@@ -43,6 +45,7 @@ class UnitBytes:
     boundary: int
     forward_workspace: int = 0
     backward_workspace: int = 0
+    input_workspace: int = 0
 
     def count_kept(self, keep: Keep) -> int:
         """Bytes that a forward pass leaves for the backward pass."""
@@ -66,7 +69,8 @@ class Peak:
         params_bytes: parameters fetched and not yet freed (ZeRO 3).
         gradient_bytes: gradients not yet settled into their shard (ZeRO 2 and 3).
         kept_bytes: kept for a backward pass, or for a BackwardWeight.
-        boundary_bytes: inputs and gradients between units: received or computed, and not yet used or sent.
+        boundary_bytes: inputs and gradients between units: received or computed, and not yet used, or sent and not yet
+            known to be received.
         workspace_bytes: what the instruction itself makes and drops.
     """
 
@@ -85,14 +89,15 @@ class Peak:
 
 def without_workspace(sizes: Sequence[UnitBytes]) -> tuple[UnitBytes, ...]:
     """The same sizes without workspaces: what exists before and after each instruction."""
-    return tuple(replace(unit, forward_workspace=0, backward_workspace=0) for unit in sizes)
+    return tuple(replace(unit, forward_workspace=0, backward_workspace=0, input_workspace=0) for unit in sizes)
 
 
 def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
     """Each pipeline rank's peak, given one UnitBytes for each unit.
 
-    An instruction's inputs and outputs exist together while it runs. Buffers of a send or a receive count from the
-    instruction that computes or posts them to the one that sends or uses them.
+    An instruction's inputs and outputs exist together while it runs. A received value counts from the instruction that
+    posts its receive to the one that uses it, a sent one from the instruction that computes it to the one before which
+    the peer has answered (``received``).
     """
     return tuple(_peak(program, rank, sizes) for rank in range(program.pp))
 
@@ -111,7 +116,7 @@ def _peak(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Peak:
 def _during(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> Iterator[tuple[int, dict[Category, int], int]]:
     now = _Held(program, rank, sizes)
     for index, i in enumerate(program.ranks[rank]):
-        now.begin(i)
+        now.begin(index, i)
         yield index, dict(now.bytes), now.workspace(i)
         now.end(i)
 
@@ -131,8 +136,8 @@ def list_held_bytes(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> 
     """The bytes of each category on a rank after each of its instructions."""
     now = _Held(program, rank, sizes)
     changes = []
-    for i in program.ranks[rank]:
-        now.begin(i)
+    for index, i in enumerate(program.ranks[rank]):
+        now.begin(index, i)
         now.end(i)
         changes.append(dict(now.bytes))
     return tuple(changes)
@@ -144,6 +149,7 @@ class _Held:
     def __init__(self, program: Program, rank: int, sizes: Sequence[UnitBytes]) -> None:
         self.program = program
         self.sizes = sizes
+        self.received = find_received_values(program, rank)
         self.are_params_transient = program.shards_parameters
         self.are_gradients_transient = program.shards_gradients and ins.Reduce in map(type, program.ranks[rank])
         self.taken = program.taken
@@ -163,8 +169,13 @@ class _Held:
         """Release something, if it is held."""
         self.bytes[category] -= self.items.pop((category, *key), 0)
 
-    def begin(self, i: Instruction) -> None:
-        """Add what exists while the instruction runs."""
+    def begin(self, index: int, i: Instruction) -> None:
+        """Add what exists while the instruction runs, without what was sent and is received by then."""
+        for wire, value, m in self.received.get(index, ()):
+            if wire == "act":
+                self._use_value(value, m)
+            else:
+                self.drop("boundary", "grad", value, m)
         match i:
             case ins.Fetch(unit) if self.are_params_transient:
                 self.put("params", unit, size=self.sizes[unit].params)
@@ -180,7 +191,6 @@ class _Held:
                 self._put_gradients(unit)
                 self._put_input_gradient(unit, m)
             case ins.BackwardInput(unit, m):
-                self.put("kept", "products", unit, m, size=self.sizes[unit].product_gradients)
                 self._put_input_gradient(unit, m)
             case ins.BackwardWeight(unit, m):
                 self._put_gradients(unit)
@@ -197,9 +207,7 @@ class _Held:
             case ins.Backward(unit, m):
                 return self.sizes[unit].backward_workspace + self._count_remade_bytes(unit, m)
             case ins.BackwardInput(unit, m):
-                # The gradients of products' outputs are among what both count.
-                beyond = self.sizes[unit].backward_workspace - self.sizes[unit].product_gradients
-                return max(beyond, 0) + self._count_remade_bytes(unit, m)
+                return self.sizes[unit].input_workspace + self._count_remade_bytes(unit, m)
             case _:
                 return 0
 
@@ -271,15 +279,12 @@ class _Held:
             case ins.BackwardInput(unit, m):
                 self._drop_kept(unit, m)
                 self.put("kept", unit, m, size=self.sizes[unit].product_inputs)
+                self.put("kept", "products", unit, m, size=self.sizes[unit].product_gradients)
                 self._drop_input_gradient(unit, m)
                 self.drop("boundary", "grad", unit + 1, m)
             case ins.BackwardWeight(unit, m):
                 self.drop("kept", unit, m)
                 self.drop("kept", "products", unit, m)
-            case ins.Send("act", value, m, _):
-                self._use_value(value, m)
-            case ins.Send("grad", value, m, _):
-                self.drop("boundary", "grad", value, m)
 
 
 def forwards_in_flight(program: Program) -> tuple[int, ...]:

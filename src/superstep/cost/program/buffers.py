@@ -34,9 +34,12 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     return pad(numel, mesh.shards(family)) if numel else 0
 
 
-def buffer_numel(run: Resolved, unit: UnitParameters) -> int:
-    """Elements of a unit's whole flat buffers on one rank."""
-    return sum(family_numel(run, unit, family) for family in FAMILIES)
+def fetched_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Elements of a unit that a rank has only while they are fetched: of the families that are sharded, and so not of
+    experts that a single rank holds.
+    """
+    sharded = [family for family in run.plan.families if zero_stage(run, family).shards_parameters]
+    return sum(family_numel(run, unit, family) for family in sharded)
 
 
 def list_trained_families(run: Resolved) -> tuple[Family, ...]:
@@ -46,6 +49,12 @@ def list_trained_families(run: Resolved) -> tuple[Family, ...]:
 def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
     """Elements of a unit's whole gradients on one rank."""
     return sum(family_numel(run, unit, family) for family in list_trained_families(run))
+
+
+def settled_numel(run: Resolved, unit: UnitParameters) -> int:
+    """Those of them that a rank has only until they are settled into their shard."""
+    sharded = [family for family in list_trained_families(run) if zero_stage(run, family).shards_gradients]
+    return sum(family_numel(run, unit, family) for family in sharded)
 
 
 def share_numel(run: Resolved, unit: UnitParameters, families: Sequence[Family] = FAMILIES) -> int:

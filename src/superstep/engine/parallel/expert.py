@@ -90,21 +90,20 @@ class ExpertParallel(LocalDispatch):
         if group is None:
             return super().run(x_TD, expert_Tk, experts)
         order_R, rows_E = sort_by_expert(expert_Tk, experts.held * group.size())
-        x_RD = spread(x_TD, order_R, expert_Tk.shape[1])
         going_PE = rows_E.view(group.size(), experts.held)
         coming_PE = torch.empty_like(going_PE)
         dist.all_to_all_single(coming_PE, going_PE.contiguous(), group=group)
         # A GPU is waited for, once: an exchange of unequal parts needs their sizes on the host.
         going, coming = torch.stack((going_PE, coming_PE)).sum(2).tolist()
-        x_AD = _travel(x_RD, going, coming, sum(coming), group)
         # Rows arrive by rank and expert; products need them by expert.
         expert_A = torch.arange(experts.held, device=x_TD.device).repeat(group.size())
-        expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=len(x_AD))
+        expert_A = expert_A.repeat_interleave(coming_PE.flatten(), output_size=sum(coming))
         order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
         part_A = self._origins(self._part(order_R, expert_Tk), going, coming, group)
         part_A = None if part_A is None else part_A[order_A]
-        y_AD = unsort(experts(spread(x_AD, order_A, 1), held_E, part_A), order_A)
-        y_RD = _travel(y_AD, coming, going, len(x_RD), group)
+        # Each copy of the rows is free once the next is there: no name holds it.
+        x_AD = spread(_travel(spread(x_TD, order_R, expert_Tk.shape[1]), going, coming, sum(coming), group), order_A, 1)
+        y_RD = _travel(unsort(experts(x_AD, held_E, part_A), order_A), coming, going, len(order_R), group)
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
 
     def _origins(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:

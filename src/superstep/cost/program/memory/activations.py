@@ -79,16 +79,16 @@ from superstep.cost.program.buffers import (
     FP32,
     INDEX,
     TOKEN,
-    buffer_numel,
+    fetched_numel,
     gradient_bytes,
-    gradient_numel,
     has_fused_loss,
     is_exact,
+    settled_numel,
     zero_stage,
 )
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
-from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
+from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
@@ -108,19 +108,26 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     is_trained = run.plan.trains("dense")
     embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and is_trained else tokens
     head = _head(run, d, e)
+    of_block = _block_products(d, e, run)
+    of_head = _head_products(run, d, e) if is_trained else (0, 0)
     rules = [run.shape.rule(layer) for layer in range(run.shape.layers)]
-    others = _block_selective(d, e, run), boundary, boundary, _block_products(d, e, run)
+    others = _block_selective(d, e, run), boundary, boundary, of_block
     blocks = {rule: (_block(d, e, run, rule), *others) for rule in dict.fromkeys(rules)}
     kept = [
         (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if is_trained else (0, 0)),
         *(blocks[rule] for rule in rules),
-        (head, head, boundary, boundary, _head_products(run, d, e) if is_trained else (0, 0)),
+        (head, head, boundary, boundary, of_head),
     ]
-    workspaces = [(0, 0), *[block_workspace(run)] * run.shape.layers, head_workspace(run)]
+    head_forward, head_backward = head_workspace(run)
+    workspaces = [
+        (0, 0, 0),
+        *[(*block_workspace(run), input_workspace(run, of_block[1]))] * run.shape.layers,
+        (head_forward, head_backward, max(head_backward, of_head[1])),
+    ]
     return tuple(
         UnitBytes(
-            params=e * buffer_numel(run, unit),
-            gradient=gradient_bytes(run) * gradient_numel(run, unit),
+            params=e * fetched_numel(run, unit),
+            gradient=gradient_bytes(run) * settled_numel(run, unit),
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,
@@ -129,8 +136,9 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             boundary=passed,
             forward_workspace=forward,
             backward_workspace=backward,
+            input_workspace=backward_input,
         )
-        for unit, (whole, selective, kept_input, passed, products), (forward, backward) in zip(
+        for unit, (whole, selective, kept_input, passed, products), (forward, backward, backward_input) in zip(
             rank_parameters(run), kept, workspaces, strict=True
         )
     )

@@ -4,8 +4,7 @@ What stays from step to step are the flat buffers of a rank's units (``buffers``
 ``program.peak_memory``: what is kept while each instruction runs (``activations``) and that instruction's workspace
 (``workspace``), the largest sum. A step's batch stays throughout.
 
-Not counted: a collective's own buffers; sent messages until the peer answers, one to three at a peak of two ranks; the
-batch read ahead; torch itself; zero padding of exact mode.
+Not counted: a collective's own buffers; the batch read ahead; torch itself; zero padding of exact mode.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def rank_bytes(run: Resolved, program: Program, sizes: Sequence[UnitBytes] | Non
     """Each pipeline rank's memory for the step ``program``; ``sizes`` default to the formulas'."""
     owned = rank_parameters(run)
     peaks = high_water(program, unit_bytes(run) if sizes is None else sizes)
-    return tuple(_rank(run, [owned[u] for u in program.list_held_units(r)], peak) for r, peak in enumerate(peaks))
+    return tuple(_rank(run, owned, program.list_held_units(rank), peak) for rank, peak in enumerate(peaks))
 
 
 def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
@@ -83,7 +82,9 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     return tuple(parts)
 
 
-def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
+def _rank(run: Resolved, owned: Sequence[UnitParameters], units: Sequence[int], peak: Peak) -> RankBytes:
+    held = [owned[unit] for unit in units]
+    has_blocks = run.decoder is not None and any(0 < unit < len(owned) - 1 for unit in units)
     params = gradients = optimizer = 0
     compute = run.config.numerics.compute
     for family in run.plan.families:
@@ -101,4 +102,5 @@ def _rank(run: Resolved, held: list[UnitParameters], peak: Peak) -> RankBytes:
         gradients += gradient_bytes(run) * (share if sharding.shards_gradients else whole)
         gradients += FP32 * share if is_exact(run) else 0
         optimizer += len(MOMENTS[run.config.train.optimizer]) * FP32 * share + master
-    return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=step_bytes(run))
+    batch = step_bytes(run, has_blocks=has_blocks)
+    return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=batch)

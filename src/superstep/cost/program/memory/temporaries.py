@@ -14,9 +14,20 @@ puts numbers on their grid, P a sequence's keys in whole blocks:
                                                         Tv·D·4 (+ Tv·D·4) - t·D·e
                    where gradients are not whole (ZeRO 2, 3), the weight's        D·V·4
     block
+      forward    of experts, their outputs once more, in the order of the rows, before shared ones and the result; or
+                 with shared ones both outputs and their sum
+                                                        max(R·D - (3; 4)·m·s·F, (3·m·D))·e - t·D·e
       backward   gradients of gate and up               2·Tf·F·e - t·D·e
                    of experts likewise, or of the rows of their outputs; in bf16 a GPU's kernel makes a weight's of all
                    experts at once                      max(2·R·F, R·D, R·F + E·F·D)·e - t·D·e
+      BackwardInput
+                 those of gate, up and their product, which itself stays
+                                                        3·Tf·F·e - t·D·e
+                 of experts likewise, or those of their rows by gate and by up, one of them in parts, when gate, up and
+                 its silu are gone; after shared ones, with the gradient of their input
+                                                        max(3·R·F, 3·R·D - R·F)·e (- m·s·F·e + m·D·e) - t·D·e
+                 or all that BackwardWeight needs, when the feed-forward's other activations are gone, and in exact mode
+                 and with adapters where these are still there
     exact mode, by torch: backward
       head       the weight's gradient in fp32 and on the grid, the input's       O·I·4 + min(G, O·I)·8 + T·D·4
       block      likewise; or a product's terms; or one of attention's chunks: scores, weights and their gradients
@@ -29,7 +40,7 @@ puts numbers on their grid, P a sequence's keys in whole blocks:
       tables of positions, of each microbatch where documents are kept apart      2·S·H·e, or m·2·T·H·e
       ids and targets of a rank's tokens                                          m·T·16
 
-A block's forward pass, and recomputation, make less than its backward pass, with as much kept.
+A dense block's forward pass, and recomputation, make less than its backward pass, with as much kept.
 """
 
 from __future__ import annotations
@@ -62,18 +73,40 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
 
 def block_workspace(run: Resolved) -> tuple[int, int]:
     """The same of a block."""
-    d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
+    d, e, moe = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.shape.moe
     if is_exact(run):
         return 0, _exact_block(run, d)
-    numbers = 2 * d.Tf * d.F if run.shape.moe is None else _mixture(run, d)
-    return 0, max(numbers - d.t * d.D, 0) * e
+    if moe is None:
+        return 0, max(2 * d.Tf * d.F - d.t * d.D, 0) * e
+    shared = d.m * moe.shared_experts
+    outputs = d.m * moe.experts_per_token * d.D - (3 + run.kept.silu) * shared * d.F
+    forward = max(outputs, 3 * d.m * d.D if shared else 0) - d.t * d.D
+    return max(forward, 0) * e, max(_mixture(run, d) - d.t * d.D, 0) * e
 
 
-def step_bytes(run: Resolved) -> int:
-    """Bytes that a step has throughout; tables are those of our own decoder."""
+def input_workspace(run: Resolved, product_gradients: int) -> int:
+    """Bytes of a block's BackwardInput.
+
+    Args:
+        product_gradients: bytes of gradients that it leaves for BackwardWeight.
+    """
+    d, e, moe = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.shape.moe
+    if is_exact(run) or run.config.lora is not None:
+        return max(block_workspace(run)[1], product_gradients)
+    if moe is None:
+        made, dropped = 3 * d.Tf * d.F, (2 + run.kept.silu) * d.Tf * d.F
+    else:
+        R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
+        made = R * max(3 * d.F, 3 * d.D - d.F) - shared * d.F + (d.m * d.D if shared else 0)
+        dropped = (2 + run.kept.silu) * (R + shared) * d.F + R * d.D
+    return max((made - d.t * d.D) * e, product_gradients - dropped * e, 0)
+
+
+def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
+    """Bytes that a step has throughout; tables are those of our own decoder's blocks, on ranks that have any."""
     microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.targets_of_row
     ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
-    if run.decoder is None:
+    if not has_blocks:
         return ids
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     return ids + (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
