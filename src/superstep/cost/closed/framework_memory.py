@@ -35,6 +35,8 @@ class KeptMemory:
         repeats_shared: 1 where each tensor-parallel rank holds the router and the experts that all tokens visit whole,
             0 where these are cut.
         weighs_head: 1 where stages are even in work, the head's with it, 0 where they are even in layers.
+        keeps_sent: 1 where what a stage sends stays until the peer answers it, with a gradient, 0 where it goes once it is
+            sent.
         selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
             it drops the scores alone.
     """
@@ -53,6 +55,7 @@ class KeptMemory:
     keeps_gathered: Array
     repeats_shared: Array
     weighs_head: Array
+    keeps_sent: Array
     selects_products: Array
 
 
@@ -76,6 +79,7 @@ class FrameworkMemory:
     keeps_gathered: bool = False
     repeats_shared: bool = False
     weighs_head: bool = False
+    keeps_sent: bool = False
     selects_products: float = 0.0
     places_tensors: bool = False
 
@@ -102,6 +106,7 @@ def superstep(*, element_bytes: int = 2, moments: int = 2) -> KeptMemory:
             keeps_gathered=True,
             repeats_shared=True,
             weighs_head=True,
+            keeps_sent=True,
             selects_products=1.0,
         )
     )
