@@ -5,18 +5,20 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import small
 from operators import Operators
-from strict_ranks import device_module
+from strict_ranks import device_module, gpu_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches
+from superstep.engine.parallel.expert import ExpertParallel
 from superstep.model import experts
 from superstep.model.axes import units
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.experts import add_outer_products, grouped_linear, products, sort_by_expert
+from superstep.model.experts import Experts, add_outer_products, grouped_linear, products, sort_by_expert
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
@@ -94,6 +96,25 @@ def test_other_gpus_have_a_product_for_each_expert(which, monkeypatch):
         products(x.to(GPU), matrix.to(GPU), rows.to(GPU))
         add_outer_products(into, grad.to(GPU), x.to(GPU), rows.to(GPU))
     assert KERNEL not in operators.called
+
+
+def peak_of_exchange(rank, world, rows, width):
+    """The most bytes of rows that are sent to experts and back, without gradients, over those of all rows once."""
+    with gpu_of(rank, world) as (gpu, _), torch.no_grad():
+        layer = Experts(2, width, 8).to(gpu.torch)
+        x = torch.ones(rows, width, device=gpu.torch)
+        chosen = torch.arange(rows, device=gpu.torch)[:, None] % (2 * world)
+        torch.cuda.synchronize()
+        device_module().reset_peak(rank)
+        before = torch.cuda.memory_allocated()
+        ExpertParallel(dist.group.WORLD, None).run(x, chosen, layer)
+        peak = device_module().statistics(rank)["allocated_bytes"]["peak"]
+    return (peak - before) / (rows * width * 4)
+
+
+def test_rows_on_their_way_are_held_no_longer_than_they_are_needed(pool):
+    """Three times at once at most: where each expert's part of the last product is, all of it, and what came in."""
+    assert max(pool.run(2, peak_of_exchange, 256, 512)) < 3.1
 
 
 def test_the_host_does_not_wait_to_sort_rows():

@@ -101,10 +101,14 @@ class ExpertParallel(LocalDispatch):
         order_A, held_E = sort_by_expert(expert_A[:, None], experts.held)
         part_A = self._origins(self._part(order_R, expert_Tk), going, coming, group)
         part_A = None if part_A is None else part_A[order_A]
-        # Each copy of the rows is free once the next is there: no name holds it.
-        x_AD = spread(_travel(spread(x_TD, order_R, expert_Tk.shape[1]), going, coming, sum(coming), group), order_A, 1)
-        y_RD = _travel(unsort(experts(x_AD, held_E, part_A), order_A), coming, going, len(order_R), group)
-        return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)
+        # One name for all, as each copy of the rows is as large: it is free once the next is there.
+        rows = spread(x_TD, order_R, expert_Tk.shape[1])
+        rows = _travel(rows, going, coming, sum(coming), group)
+        rows = spread(rows, order_A, 1)
+        rows = experts(rows, held_E, part_A)
+        rows = unsort(rows, order_A)
+        rows = _travel(rows, coming, going, len(order_R), group)
+        return unsort(rows, order_R).view(*expert_Tk.shape, -1)
 
     def _origins(self, part_R: Tensor | None, going: list[int], coming: list[int], group: Group) -> Tensor | None:
         """The rank and part of the sequence of each arrived row."""
