@@ -53,7 +53,7 @@ class Watch:
         """Note it."""
         every = [b for each in self.engine.buffers.values() for b in each]
         own = [t for b in every for t in (b.full, b.gradient, b.gradient_shard, b.reduced, *b.state)]
-        own += [m.tokens for m in self.mine] + [m.targets for m in self.mine]
+        own += [t for m in self.mine for t in (*m.fields.values(), m.targets)]
         self.alive.append(self.noted.alive_bytes(but=own))
         self.transient.append(self.engine.bytes().transient)
 

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Keep, Program
+from superstep.program.needed_values import Value
 from superstep.program.received import find_received_values
 
 Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
@@ -171,11 +172,7 @@ class _Held:
 
     def begin(self, index: int, i: Instruction) -> None:
         """Add what exists while the instruction runs, without what was sent and is received by then."""
-        for wire, value, m in self.received.get(index, ()):
-            if wire == "act":
-                self._use_value(value, m)
-            else:
-                self.drop("boundary", "grad", value, m)
+        self._release(self.received.get(index, ()))
         match i:
             case ins.Fetch(unit) if self.are_params_transient:
                 self.put("params", unit, size=self.sizes[unit].params)
@@ -198,6 +195,13 @@ class _Held:
                 self._put_value(value, m)
             case ins.Recv("grad", value, m, _):
                 self.put("boundary", "grad", value, m, size=self.sizes[value].boundary)
+
+    def _release(self, received: Sequence[Value]) -> None:
+        for wire, value, m in received:
+            if wire == "act":
+                self._use_value(value, m)
+            else:
+                self.drop("boundary", "grad", value, m)
 
     def workspace(self, i: Instruction) -> int:
         """Bytes that the instruction makes and drops, once it has begun."""
