@@ -261,7 +261,7 @@ def _stage_bytes(
         layout.shards_gradients & (layout.shards > 1), stack.gradient_bytes * grown + keeping.bucket_bytes, 0.0
     )
     boundary = core.dims.t * model.width * keeping.element_bytes
-    passing = np.where(layout.pp > 1, 2.0 + _unanswered(layout, keeping, stage), 0.0) * boundary
+    passing = np.where(layout.pp > 1, 2.0 + _count_unanswered(layout, keeping, stage), 0.0) * boundary
     trains = 1 - model.frozen
     # Moments, and master weights where the others are narrower.
     states = FP32 * (keeping.moments + np.where(keeping.element_bytes < FP32, 1, 0))
@@ -343,7 +343,7 @@ def _head(
     return heads * kept + (copies - FP32) * numbers + waiting * (e * numbers + early)
 
 
-def _unanswered(layout: Layout, keeping: KeptMemory, stage: _Stage) -> Array:
+def _count_unanswered(layout: Layout, keeping: KeptMemory, stage: _Stage) -> Array:
     """Outputs that a rank has sent and keeps, beside the last: of each microbatch in flight, but of the model's own."""
     flying, _, _ = _in_flight(layout, stage)
     return np.where(keeping.keeps_sent > 0, np.maximum(flying * (layout.chunks - stage.is_last) - 1, 0.0), 0.0)

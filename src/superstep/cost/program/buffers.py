@@ -34,7 +34,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
     return pad(numel, mesh.shards(family)) if numel else 0
 
 
-def fetched_numel(run: Resolved, unit: UnitParameters) -> int:
+def count_fetched_numel(run: Resolved, unit: UnitParameters) -> int:
     """Elements of a unit that a rank has only while they are fetched: of the families that are sharded, and so not of
     experts that a single rank holds.
     """
@@ -51,7 +51,7 @@ def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
     return sum(family_numel(run, unit, family) for family in list_trained_families(run))
 
 
-def settled_numel(run: Resolved, unit: UnitParameters) -> int:
+def count_settled_numel(run: Resolved, unit: UnitParameters) -> int:
     """Those of them that a rank has only until they are settled into their shard."""
     sharded = [family for family in list_trained_families(run) if zero_stage(run, family).shards_gradients]
     return sum(family_numel(run, unit, family) for family in sharded)

@@ -79,11 +79,11 @@ from superstep.cost.program.buffers import (
     FP32,
     INDEX,
     TOKEN,
-    fetched_numel,
+    count_fetched_numel,
+    count_settled_numel,
     gradient_bytes,
     has_fused_loss,
     is_exact,
-    settled_numel,
     zero_stage,
 )
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
@@ -126,8 +126,8 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     ]
     return tuple(
         UnitBytes(
-            params=e * fetched_numel(run, unit),
-            gradient=gradient_bytes(run) * settled_numel(run, unit),
+            params=e * count_fetched_numel(run, unit),
+            gradient=gradient_bytes(run) * count_settled_numel(run, unit),
             kept_all=whole,
             kept_selective=selective,
             kept_input=kept_input,

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     FP32,
-    fetched_numel,
+    count_fetched_numel,
+    count_settled_numel,
     gradient_bytes,
     gradient_numel,
     has_fused_loss,
-    settled_numel,
     share_numel,
     zero_stage,
 )
@@ -129,8 +129,8 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     outputs = [*(operation.input_bytes for operation in operations[1:]), 0]
     return tuple(
         UnitBytes(
-            params=e * fetched_numel(run, unit),
-            gradient=gradient_bytes(run) * settled_numel(run, unit),
+            params=e * count_fetched_numel(run, unit),
+            gradient=gradient_bytes(run) * count_settled_numel(run, unit),
             kept_all=operation.kept_bytes,
             kept_selective=operation.kept_bytes,
             kept_input=operation.input_bytes,
