@@ -88,9 +88,14 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         ["plan.rules.inner = 'tp'", "no parameter of the model has an axis 'inner'", "leave plan.rules out"],
     ),
     (
-        {"numerics__exact": True, "model__source": "mine.py"},
+        {"numerics__exact": True, "model__source": "mine.py", "plan__cp": 2},
         outline(),
-        ["numerics.exact = true", "model.source = 'mine.py'", "set numerics.exact = false"],
+        ["plan.cp = 2", "numerics.exact = true", "model.source = 'mine.py'", "set plan.cp to 1"],
+    ),
+    (
+        {"numerics__exact": True, "model__source": "mine.py", "numerics__exact_chunks": 2},
+        outline(),
+        ["numerics.exact_chunks = 2", "model.source = 'mine.py'", "leave it out"],
     ),
     (
         {"plan__cp": 2, "plan__context": "ulysses"},

@@ -13,6 +13,14 @@ from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, ProposedData, ProposedRun
 from superstep.tune.recipe import run_with
 
+UNEVEN = """
+
+class Uneven(nn.Linear):
+    def forward(self, x):
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        return super().forward(x) * (1 + rank * 2**-20)
+"""
+
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
@@ -115,6 +123,20 @@ def test_a_layout_is_proven(here, capfd, flags):
     out = capfd.readouterr().out
     assert re.search(r"stream +the same as plain code", out)
     assert re.search(r"restart +the same bits", out)
+
+
+@pytest.mark.parametrize("flags", ["--plan.zero 3", "--plan.pp 2 --plan.dp 1 --plan.zero 0 --plan.schedule zb-h1"])
+def test_convolutions_have_the_same_bits_on_every_layout(here, capfd, flags):
+    assert main(["prove", "run.toml", "--exact", *flags.split()]) == 0
+    assert " 0 with other bits" in capfd.readouterr().out
+
+
+def test_an_update_that_depends_on_the_layout_is_seen(here, capfd):
+    """A sum over the microbatch's rows in another order on each rank, as if exact mode did not know the layer."""
+    text = PICTURES.replace("nn.Linear(20, 10),", "Uneven(20, 10),") + UNEVEN
+    write_pictures(here, text)
+    assert main(["prove", "run.toml", "--exact"]) == 1
+    assert "NOT PROVEN" in capfd.readouterr().out
 
 
 def test_the_decoder_reads_no_samples(here, capfd):

@@ -99,6 +99,7 @@ def _layer_context(run: Resolved, mesh: Mesh, unit: int, sums: GradientSums, exa
         is_compiled=run.config.numerics.compile and plan.recomputed[unit],
         kernels=layer_kernels(run, mesh.device),
         exact=exact,
+        is_users=run.decoder is None,
     )
 
 
@@ -135,7 +136,7 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, exce
 
     def sink(b: UnitBuffers, local: str) -> GradientSink:
         slot = next(slot for slot in b.layout.slots if slot.local == local)
-        return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.shape, excess), sums)
+        return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.decoder, excess), sums)
 
     every = [b for unit in buffers.values() for b in unit]
     return ExactLayers(
@@ -157,7 +158,7 @@ def _loss(
 ) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact, run.shape.vocab)
+        return build_exact_loss(head, spec, exact, None if run.decoder is None else run.decoder.vocab)
     is_straight = not plan.shards_gradients or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)

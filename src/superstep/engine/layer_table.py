@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.layer_settings import ExactLayers
-from superstep.engine.exact.modules import exact_layers
+from superstep.engine.exact.modules import exact_layers, exact_user_layers
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, list_fused_layers
 from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
@@ -50,6 +50,7 @@ class LayerContext:
         is_compiled: torch.compile makes its code.
         kernels: of the loss, norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
+        is_users: the model is a user's own.
     """
 
     tp: Group | None
@@ -60,6 +61,7 @@ class LayerContext:
     is_compiled: bool
     kernels: LayerKernels = "torch"
     exact: ExactLayers | None = None
+    is_users: bool = False
 
 
 def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Choice, ...]:
@@ -70,7 +72,7 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
     to_loss = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
     if context.exact is not None:
-        return to_loss + exact_layers(spec, context.exact)
+        return to_loss + (exact_user_layers if context.is_users else exact_layers)(spec, context.exact)
     if context.is_compiled:
         return to_loss + accumulating_after()
     fused = list_fused_layers(context.kernels)

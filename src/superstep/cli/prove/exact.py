@@ -12,9 +12,10 @@ from superstep.data.batch import Batch
 from superstep.errors import StateError
 from superstep.launch.ranks import World, launch_on
 from superstep.plan.config import PlanConfig
-from superstep.plan.resolution.resolve import Resolved, resolve
+from superstep.plan.resolution.resolve import Resolved
 from superstep.run.reports.plan_line import layout_text
 from superstep.train.proof.prove_exact import ExactVerdict, Relay, prove_exact, write_bits
+from superstep.train.weights.model import resolve_config
 
 STOP = 1
 """Finished steps at which one layout stops and another resumes."""
@@ -65,7 +66,7 @@ def replace_run(case: ExactCase, run: Resolved) -> ExactCase:
 
 def _alone(run: Resolved) -> Resolved:
     """The same run on one rank, at the same microbatch size."""
-    return resolve(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
+    return resolve_config(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
 
 
 def _wait_written(folder: Path) -> None:

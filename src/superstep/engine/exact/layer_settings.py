@@ -63,12 +63,19 @@ def settings_without_gradients(module: nn.Module, grain: Grain, rules: Rules, gr
     return ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=group, sinks=sinks)
 
 
-def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape, excess: RangeExcess) -> Grid:
+MOST_USES = 16
+"""Uses of a user's parameter in a step, over all units that share it."""
+
+
+def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: RangeExcess) -> Grid:
     """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
-    product each, a lookup or a norm every token. A tied table has both.
+    product each, a lookup or a norm every token. A tied table has both. A user's layers add autograd's gradient of each
+    microbatch.
     """
     products = grain.microbatches * max(grain.chunks, grain.parts)
-    if "experts" in spec.axes:
+    if shape is None:
+        terms = products * MOST_USES
+    elif "experts" in spec.axes:
         terms = grain.sequences * grain.parts
     elif "vocab" in spec.axes:
         terms = grain.tokens + products

@@ -6,11 +6,13 @@ S  positions      W  this rank's columns of the vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient
@@ -111,3 +113,42 @@ def _over_ranks(values: Tensor, cut: ReductionCut, op: dist.ReduceOp.RedOpType) 
     if cut.group is not None and cut.is_cut_out:
         dist.all_reduce(values, op=op, group=cut.group)
     return values
+
+
+def exact_user_loss(
+    of: Callable[[Tensor, Tensor], Tensor] | None, out: Tensor, aim: LossTarget, scale: float
+) -> Tensor:
+    """The summed loss of a user's model, fp64, with gradients as ``exact_loss``.
+
+    Args:
+        of: a loss of the last unit's own; None for the cross entropy of logits [..., C].
+        out: the last unit's output.
+        aim: its targets.
+        scale: factor of the gradients.
+    """
+    if of is not None:
+        whole: Tensor = _UserLoss.apply(of(out, aim.targets), None, scale)  # type: ignore[no-untyped-call]
+        return whole
+    logits = apply_temperature(out, aim.temperature)
+    if aim.classify is not None:
+        aim.classify(logits, aim.targets)
+    nats_T = F.cross_entropy(
+        logits.flatten(0, -2).float(), aim.targets.flatten(), ignore_index=IGNORE, reduction="none"
+    )
+    loss: Tensor = _UserLoss.apply(-nats_T, aim, scale)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _UserLoss(torch.autograd.Function):
+    """The exact sum of each target's loss by its log-probability; without targets of the given losses."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, aim: LossTarget | None, scale: float) -> Tensor:  # noqa: ANN401
+        loss, slope = (values, torch.ones_like(values)) if aim is None else aim.terms(values)
+        ctx.save_for_backward(slope * scale)
+        return exact_loss_sum(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        (slope,) = ctx.saved_tensors
+        return slope * grad.to(slope.dtype), None, None

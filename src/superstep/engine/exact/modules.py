@@ -17,7 +17,7 @@ from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grou
 from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.linear import exact_embedding, exact_linear, exact_norm
 from superstep.engine.exact.lora import exact_adapted
-from superstep.engine.exact.loss import exact_loss
+from superstep.engine.exact.loss import exact_loss, exact_user_loss
 from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
 from superstep.engine.layers.fused import make_gated
 from superstep.engine.layers.grad_accumulation import hands_to
@@ -76,13 +76,22 @@ class _LayerBuilder:
 
     def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
         for parameter in layer.parameters(recurse=False):
-            if parameter in self.exact.sinks:
+            # A parameter that units share has one hook.
+            if parameter in self.exact.sinks and not parameter._post_accumulate_grad_hooks:
                 sink = self.exact.sinks[parameter]
                 parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
         return inner
 
     def _param(self, path: str) -> ParamSpec:
         return self.spec.params[f"{path}.weight" if path else "weight"]
+
+
+def exact_user_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
+    """Implementations of a user's layers, whose sums over a microbatch are torch's: the same bits for any layout of
+    equal microbatches.
+    """
+    build = _LayerBuilder(spec, exact)
+    return (_row("autograd's gradient, added on the grid", build.is_trained, build.unknown),)
 
 
 def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
@@ -122,9 +131,18 @@ def _row(
 
 
 def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int
+    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int | None
 ) -> Callable[[Tensor, LossTarget, float], Tensor]:
-    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64."""
+    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64.
+
+    Args:
+        head: the last unit's module.
+        spec: of the unit.
+        exact: settings of the layers.
+        vocab: of our own decoder; None for a user's model.
+    """
+    if vocab is None:
+        return partial(exact_user_loss, spec.loss)
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)

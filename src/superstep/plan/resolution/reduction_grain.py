@@ -49,10 +49,7 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
             "set numerics.compile to false."
         )
     if shape is None:
-        raise ConfigError(
-            f"numerics.exact = true with model.source = '{config.model.source}': the sums of layers that are not ours "
-            "have no fixed order; set numerics.exact = false."
-        )
+        return _user_grain(config, plan)
     if any(rule != dict(DEFAULT.cuts).get(axis, "none") for axis, rule in plan.rules):
         raise ConfigError(
             f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
@@ -91,6 +88,31 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
     # All four are powers of two, and check_context saw that cp · tp divides the tokens.
     assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0
     return grain
+
+
+def _user_grain(config: RunConfig, plan: PlanConfig) -> Grain:
+    """The grain of a user's model: a microbatch, whose sums are those of torch's own layers."""
+    for name, ways in (("plan.tp", plan.tp), ("plan.cp", plan.cp)):
+        if ways > 1:
+            raise ConfigError(
+                f"{name} = {ways} with numerics.exact = true and model.source = '{config.model.source}': exact mode "
+                f"cuts the sums of its own layers only, not a user's; set {name} to 1, or numerics.exact to false."
+            )
+    if config.numerics.exact_chunks is not None:
+        raise ConfigError(
+            f"numerics.exact_chunks = {config.numerics.exact_chunks} with model.source = '{config.model.source}': the "
+            "sums of a user's layers are not cut into chunks; leave it out."
+        )
+    assert plan.microbatch is not None
+    sequences = config.train.batch_sequences
+    return Grain(
+        cells=1,
+        chunks=1,
+        parts=1,
+        microbatches=sequences // plan.microbatch,
+        sequences=sequences,
+        tokens=sequences * (1 if config.data.source is not None else config.data.sequence_tokens),
+    )
 
 
 def _cells(shape: ModelShape) -> int:
