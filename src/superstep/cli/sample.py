@@ -11,7 +11,7 @@ from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.custom.user_model import load_units
 from superstep.model.hf import load_weights
-from superstep.model.unit import UnitSequence
+from superstep.model.unit import UnitGraph
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config
 from superstep.run.serving.served_model import refuse_adapter
@@ -106,6 +106,6 @@ def _generate_text(
 
 def _own(config: RunConfig, checkpoint: Path) -> Model:
     """The units of a user's file, in sequence."""
-    model = UnitSequence(load_units(config), config.train.seed)
+    model = UnitGraph(load_units(config), config.train.seed)
     load_weights(checkpoint, {name: view for spec, param in model.parts.values() for name, view in spec.views(param)})
     return model

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
+from superstep.data.batch import TOKENS
 from superstep.engine.attention.choose_attention import SequenceView, build_sight
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.engine.exact.layer_settings import ExactLayers, grid_of
@@ -20,12 +21,13 @@ from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
-from superstep.model.custom.inspect import UnitOutput, pass_through
+from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
 from superstep.model.expert_dispatch import ExpertDispatch
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import INPUT, Fields, Source, UnitSpec, list_sources, takes_only_fields
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import RangeExcess
 from superstep.plan.resolution.resolve import Resolved
+from superstep.plan.sample_fields import TARGET
 from superstep.plan.sharding.parameters import columns_of, has_cut_output
 
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]
@@ -38,7 +40,7 @@ def assemble(
     buffers: Buffers,
     exchange: ExpertDispatch,
     begin: Callable[[StepContext, int], None],
-    example: torch.Tensor | None,
+    example: torch.Tensor | Fields | None,
 ) -> RankUnits:
     """The units of one rank.
 
@@ -49,19 +51,20 @@ def assemble(
         buffers: of every unit with parameters on this rank.
         exchange: of mixtures of experts.
         begin: called with the number of a microbatch before any computation with it.
-        example: one row of input, if it is no row of tokens.
+        example: one row of input, or of each field, if it is no row of tokens.
     """
     plan, compute_dtype = run.plan, DTYPES[run.config.numerics.compute]
     sums = GradientSums()
     excess = RangeExcess()
     exact = _exact(run, mesh, buffers, sums, excess)
     shared = _parameters(buffers)
+    sources = list_sources(specs)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
     built = {
         unit: build_module(
             specs[unit],
             {local: shared[p.name] for local, p in specs[unit].params.items()},
-            _layer_context(run, mesh, unit, sums, exact),
+            _layer_context(run, mesh, unit, sources[unit], sums, exact),
         )
         for unit in here
     }
@@ -69,10 +72,12 @@ def assemble(
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
     compute = {unit: _make_compute(module, specs[unit], exchange) for unit, module in modules.items()}
+    fields, boundaries = _boundaries(run, specs, compute_dtype, example)
     return RankUnits(
         mesh=mesh,
         buffers=buffers,
         trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
+        sources=sources,
         compute=compute,
         chosen={unit: chosen for unit, (_, chosen) in built.items()},
         parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
@@ -80,21 +85,24 @@ def assemble(
         selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
         loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
         loss_dtype=torch.float32 if exact is None else torch.float64,
-        boundaries=_boundaries(run, specs, compute_dtype, example),
+        fields=fields,
+        boundaries=boundaries,
         begin=begin,
         excess=excess,
         sight=build_sight(run, mesh, excess),
     )
 
 
-def _layer_context(run: Resolved, mesh: Mesh, unit: int, sums: GradientSums, exact: ExactLayers | None) -> LayerContext:
+def _layer_context(
+    run: Resolved, mesh: Mesh, unit: int, sources: Sequence[Source], sums: GradientSums, exact: ExactLayers | None
+) -> LayerContext:
     plan = run.plan
     return LayerContext(
         tp=mesh.tp,
         rules=plan.rules,
         sums=sums,
         sequence_parallel=plan.sequence_parallel,
-        is_first=unit == 0,
+        is_first=takes_only_fields(sources),
         # Only blocks are compiled: embedding and head are faster with gradients that are accumulated in place.
         is_compiled=run.config.numerics.compile and plan.recomputed[unit],
         kernels=layer_kernels(run, mesh.device),
@@ -112,9 +120,9 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
 def _make_compute(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
     """A call of the module with the keyword arguments that it accepts."""
 
-    def compute(x: torch.Tensor, sight: SequenceView) -> torch.Tensor:
+    def compute(inputs: Sequence[torch.Tensor], sight: SequenceView) -> torch.Tensor:
         given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
-        out: torch.Tensor = module(x, **{name: given[name] for name in spec.takes})
+        out: torch.Tensor = module(*inputs, **{name: given[name] for name in spec.takes})
         return out
 
     return compute
@@ -173,32 +181,44 @@ def _loss(
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(run) else loss
 
 
-def example_row(run: Resolved) -> torch.Tensor:
-    """The input of a model for one row of a batch, without memory."""
+def example_rows(run: Resolved) -> dict[str, torch.Tensor]:
+    """One row of the model's input and of each field, without memory."""
     if run.samples is None:
-        return torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long, device="meta")
-    field = run.samples.input
-    return torch.empty(1, *field.dims, dtype=getattr(torch, field.dtype), device="meta")
+        tokens = torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long, device="meta")
+        return {INPUT: tokens, TOKENS: tokens}
+    rows = {
+        field.name: torch.empty(1, *field.dims, dtype=getattr(torch, field.dtype), device="meta")
+        for field in run.samples.fields
+        if field.name != TARGET
+    }
+    return {INPUT: rows[run.samples.reads], **rows}
 
 
 def _boundaries(
-    run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | None
-) -> tuple[UnitOutput, ...]:
-    """The shape and dtype of each unit's input on this rank."""
+    run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | Fields | None
+) -> tuple[dict[str, UnitOutput], tuple[UnitOutput, ...]]:
+    """The shape and dtype of each field, and of the input and what each unit returns, on this rank."""
     plan = run.plan
     if example is None:
-        example = example_row(run)
-    # Context-parallel ranks have a part of a sequence.
-    dims = (example.shape[1] // plan.mesh.cp, *example.shape[2:]) if plan.mesh.cp > 1 else example.shape[1:]
-    rows = torch.empty(plan.microbatch, *dims, dtype=example.dtype, device="meta")
+        example = example_rows(run)
+    fields = {INPUT: example} if isinstance(example, torch.Tensor) else example
+
+    def own_rows(row: torch.Tensor) -> torch.Tensor:
+        # Context-parallel ranks have a part of a sequence.
+        dims = (row.shape[1] // plan.mesh.cp, *row.shape[2:]) if plan.mesh.cp > 1 else row.shape[1:]
+        return torch.empty(plan.microbatch, *dims, dtype=row.dtype, device="meta")
+
+    rows = {name: own_rows(row) for name, row in fields.items()}
     if run.decoder is not None:  # its shapes are known, and its routing depends on them
-        stream = torch.Size((*rows.shape, run.decoder.width))
-        outputs = (UnitOutput(rows.shape, rows.dtype), *[UnitOutput(stream, compute)] * len(specs))
+        tokens = rows[INPUT]
+        stream = torch.Size((*tokens.shape, run.decoder.width))
+        outputs = (UnitOutput(tokens.shape, tokens.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:
         with unset_fake_temporarily():  # meta tensors suffice, in a rehearsal too
             outputs = pass_through(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1
-    return outputs[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in outputs[1:])
+    boundaries = outputs[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in outputs[1:])
+    return {name: UnitOutput(x.shape, x.dtype) for name, x in as_fields(rows, compute).items()}, boundaries
 
 
 def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
 from superstep.numerics.objective import LossTarget, objective_sum
 
-Compute = Callable[[Tensor, SequenceView], Tensor]
+Compute = Callable[[Sequence[Tensor], SequenceView], Tensor]
 Loss = Callable[[Tensor, LossTarget, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 
@@ -93,9 +93,11 @@ def selective(module: Compute, *, is_exact: bool = False) -> Compute:
     Exact mode sums products in place, and kept tensors may not change; there everything is computed again.
     """
 
-    def compute(x: Tensor, sight: SequenceView) -> Tensor:
+    def compute(inputs: Sequence[Tensor], sight: SequenceView) -> Tensor:
         contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
-        out: Tensor = checkpoint(module, x, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            module, inputs, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
+        )
         return out
 
     return compute

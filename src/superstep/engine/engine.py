@@ -20,7 +20,7 @@ from superstep.engine.step_context import Judge, StepContext, StepResult, Update
 from superstep.engine.step_update import StepUpdate
 from superstep.engine.token_metrics import Score, TokenMetrics, require_divisor
 from superstep.launch.stop_request import StopRequest
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import Fields, UnitSpec
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.own_loss import OwnLoss, load_loss
@@ -38,7 +38,7 @@ class Engine(RankState):
         run: the resolved run.
         specs: the model's units.
         mesh: the launched ranks.
-        example: one row of input, [1, ...], if it is no row of tokens; its shape and dtype count.
+        example: one row of input, [1, ...], or of each field, if it is no row of tokens; shapes and dtypes count.
         learns: whether it trains; without training there are neither gradients nor moments.
         heart: receives the progress of programs.
         temperature: divides the logits, in losses and in log-probabilities: the sampling temperature of the tokens, if
@@ -56,7 +56,7 @@ class Engine(RankState):
         run: Resolved,
         specs: Sequence[UnitSpec],
         mesh: Mesh,
-        example: torch.Tensor | None = None,
+        example: torch.Tensor | Fields | None = None,
         *,
         learns: bool = True,
         heart: HeartbeatReceiver | None = None,

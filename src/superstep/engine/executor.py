@@ -19,18 +19,18 @@ from superstep.engine.attention.choose_attention import SequenceView
 from superstep.engine.build_modules import Compute, Loss
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
-from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradient
+from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradients
 from superstep.engine.layers.implementation import Choice, names_of
 from superstep.engine.step_context import StepContext, StepResult
+from superstep.engine.unit_values import Key, UnitValues
 from superstep.model.custom.inspect import UnitOutput
+from superstep.model.unit import INPUT, Source, start_graph
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.fixed_point import RangeExcess
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
-from superstep.program.needed_values import Value
+from superstep.program.needed_values import NeededValues, Value
 from superstep.program.received import find_received_values
-
-Key = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,7 @@ class RankUnits:
         mesh: place and groups.
         buffers: of every unit this rank holds, one for each family of its parameters.
         trained: buffers with gradients.
+        sources: the arguments of each unit.
         compute: unit number to its module, for the units this rank computes.
         chosen: implementations of their layers.
         parameters: of each of these modules, with the function that adds to the gradient of each.
@@ -48,7 +49,8 @@ class RankUnits:
         selective: modules that keep less for the backward pass.
         loss: of the last unit's output; only its holder uses it.
         loss_dtype: of its result.
-        boundaries: shape and dtype of each unit's input.
+        fields: shape and dtype of each field of the batch.
+        boundaries: shape and dtype of the input, and of what each unit returns.
         begin: called with the number of a microbatch before any computation with it.
         excess: overflows of exact sums.
         sight: attention and positions of a microbatch, by its document starts.
@@ -57,6 +59,7 @@ class RankUnits:
     mesh: Mesh
     buffers: Mapping[int, tuple[UnitBuffers, ...]]
     trained: Mapping[int, tuple[UnitBuffers, ...]]
+    sources: Sequence[Sequence[Source]]
     compute: Mapping[int, Compute]
     chosen: Mapping[int, tuple[Choice, ...]]
     parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
@@ -64,6 +67,7 @@ class RankUnits:
     selective: Mapping[int, Compute]
     loss: Loss
     loss_dtype: torch.dtype
+    fields: Mapping[str, UnitOutput]
     boundaries: Sequence[UnitOutput]
     begin: Callable[[StepContext, int], None]
     excess: RangeExcess
@@ -94,11 +98,10 @@ class _Flight:
 
     context: StepContext
     sights: Sequence[SequenceView]
+    values: UnitValues
     loss: Tensor
     step: StepResult | None = None
-    inputs: dict[Key, Tensor] = field(default_factory=dict)
-    gradients: dict[Key, Tensor] = field(default_factory=dict)
-    kept: dict[Key, tuple[Tensor, GradientEdge | None]] = field(default_factory=dict)
+    kept: dict[Key, tuple[list[Tensor], GradientEdge | None]] = field(default_factory=dict)
     put_off: dict[Key, list[Sum]] = field(default_factory=dict)
     arriving: dict[Value, PendingCollective] = field(default_factory=dict)
     fetching: dict[int, PendingCollective] = field(default_factory=dict)
@@ -132,21 +135,25 @@ class Executor:
         self._step = step
         self._snapshot = snapshot
         self._program: Program | None = None
+        self._needed: Callable[[Instruction], Sequence[Value]] = lambda _: ()
         self._received: Mapping[int, Sequence[Value]] = {}
+        self._uses: Mapping[int, int] = {}
         self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
 
     def run(self, context: StepContext) -> RunResult:
         """Interpret this rank's list."""
         device = self._machine.mesh.device.torch
+        program, place = context.program, self._machine.mesh.at.pp
+        if program is not self._program:
+            self._program, self._needed = program, NeededValues(program)
+            self._received, self._uses = find_received_values(program, place), program.count_uses(place)
         flight = self._flight = _Flight(
             context,
             [self._machine.sight(microbatch.starts) for microbatch in context.microbatches],
+            UnitValues(self._uses),
             # fp64 whatever the unit's own dtype: there may be many microbatches.
             torch.zeros((), dtype=torch.float64, device=device),
         )
-        program, place = context.program, self._machine.mesh.at.pp
-        if program is not self._program:
-            self._program, self._received = program, find_received_values(program, place)
         instructions = program.ranks[place]
         self._heart.begin(instructions, step=context.number)
         try:
@@ -180,15 +187,11 @@ class Executor:
     def _ready(self, instruction: Instruction) -> None:
         """Wait for an instruction's inputs from other lanes."""
         flight = self._flight
+        if isinstance(instruction, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput):
+            self._await_parameters(instruction.unit)
+        for value in self._needed(instruction):
+            flight.arriving.pop(value, DONE).wait()
         match instruction:
-            case ins.Forward(unit, m):
-                self._await_parameters(unit)
-                flight.arriving.pop(("act", unit, m), DONE).wait()
-            case ins.Recompute(unit, _):
-                self._await_parameters(unit)
-            case ins.Backward(unit, m) | ins.BackwardInput(unit, m):
-                self._await_parameters(unit)
-                flight.arriving.pop(("grad", unit + 1, m), DONE).wait()
             case ins.Settle(unit):
                 flight.reducing.pop(unit).wait()
             case ins.Tie() | ins.ReducePartial() | ins.Step():
@@ -259,57 +262,66 @@ class Executor:
 
     def _forward(self, unit: int, m: int, *, keeps_graph: bool, is_selective: bool) -> None:
         flight = self._flight
-        x = self._input(m) if unit == 0 else flight.inputs.pop((unit, m))
-        y = self._compute(unit, m, x, keeps_graph=keeps_graph, is_selective=is_selective)
-        flight.kept[unit, m] = (x, _edge(y) if keeps_graph else None)
+        sources = self._machine.sources[unit]
+        taken = [self._field(of, m) if isinstance(of, str) else flight.values.use(of, m) for of in sources]
+        inputs = start_graph(taken, sources, has_parameters=bool(self._machine.buffers[unit]))
+        y = self._compute(unit, m, inputs, keeps_graph=keeps_graph, is_selective=is_selective)
+        flight.kept[unit, m] = (inputs, _edge(y) if keeps_graph else None)
         if unit == self._last_unit:
             flight.loss += y.detach()
         else:
-            flight.inputs[unit + 1, m] = y.detach()
+            flight.values.hold(unit + 1, m, y.detach())
 
-    def _input(self, m: int) -> Tensor:
-        # A tensor of its own, as its gradient may be needed.
-        return self._flight.context.microbatches[m].input.detach().to(self._machine.boundaries[0].dtype)
+    def _field(self, name: str, m: int) -> Tensor:
+        microbatch = self._flight.context.microbatches[m]
+        values = microbatch.input if name == INPUT else microbatch.fields[name]
+        return values.to(self._machine.fields[name].dtype)
 
     def _compute(
-        self, unit: int, m: int, x: Tensor, *, keeps_graph: bool, is_selective: bool, is_again: bool = False
+        self,
+        unit: int,
+        m: int,
+        inputs: Sequence[Tensor],
+        *,
+        keeps_graph: bool,
+        is_selective: bool,
+        is_again: bool = False,
     ) -> Tensor:
         flight, context = self._flight, self._flight.context
         self._machine.begin(context, m)
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
-            # The first unit's input needs no gradient, unless it has no parameter for a graph.
-            if keeps_graph and x.is_floating_point() and (unit > 0 or not self._machine.buffers[unit]):
-                x.requires_grad_()
-            y = module(x, flight.sights[m])
+            y = module(inputs, flight.sights[m])
             if unit == self._last_unit:
                 aim = context.metrics.aim(context.microbatches[m], m, is_observed=not is_again)
                 y = self._machine.loss(y, aim, context.scale)
         return y
 
     def _recompute(self, unit: int, m: int) -> None:
-        x, _ = self._flight.kept[unit, m]
-        y = self._compute(unit, m, x, keeps_graph=True, is_selective=False, is_again=True)
-        self._flight.kept[unit, m] = (x, _edge(y))
+        inputs, _ = self._flight.kept[unit, m]
+        y = self._compute(unit, m, inputs, keeps_graph=True, is_selective=False, is_again=True)
+        self._flight.kept[unit, m] = (inputs, _edge(y))
 
     def _backward(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)
-        x, edge, gradient = self._going_back(unit, m)
+        inputs, edge, gradient = self._going_back(unit, m)
         if edge is not None:
             torch.autograd.backward(edge, gradient)
-        if unit > 0:
-            assert x.grad is not None
-            self._flight.gradients[unit, m] = x.grad
-            x.grad = None
+        for of, x in zip(self._machine.sources[unit], inputs, strict=True):
+            if isinstance(of, int):
+                assert x.grad is not None
+                self._flight.values.add_gradient(of, m, x.grad)
+                x.grad = None
 
     def _backward_input(self, unit: int, m: int) -> None:
-        x, edge, gradient = self._going_back(unit, m)
+        inputs, edge, gradient = self._going_back(unit, m)
         self._flight.put_off[unit, m] = []
         if edge is not None:
             parts = self._machine.parameters[unit], self._machine.sums
-            input_grad, self._flight.put_off[unit, m] = input_gradient(x, edge, gradient, *parts)
-            if input_grad is not None:
-                self._flight.gradients[unit, m] = input_grad
+            gradients, self._flight.put_off[unit, m] = input_gradients(inputs, edge, gradient, *parts)
+            values = [of for of in self._machine.sources[unit] if isinstance(of, int)]
+            for value, input_grad in zip(values, gradients, strict=False):
+                self._flight.values.add_gradient(value, m, input_grad)
 
     def _backward_weight(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)
@@ -322,31 +334,30 @@ class Executor:
             for buffers in self._machine.trained[read]:
                 buffers.ready_gradient()
 
-    def _going_back(self, unit: int, m: int) -> tuple[Tensor, GradientEdge | None, Tensor]:
-        """The unit's input, the end of its graph if anything in it has a gradient, and the gradient there."""
+    def _going_back(self, unit: int, m: int) -> tuple[list[Tensor], GradientEdge | None, Tensor]:
+        """The unit's inputs, the end of its graph if anything in it has a gradient, and the gradient there."""
         self._machine.begin(self._flight.context, m)
-        x, edge = self._flight.kept.pop((unit, m))
-        gradient = self._one if unit == self._last_unit else self._flight.gradients.pop((unit + 1, m))
-        return x, edge, gradient
+        inputs, edge = self._flight.kept.pop((unit, m))
+        gradient = self._one if unit == self._last_unit else self._flight.values.take_gradient(unit + 1, m)
+        return inputs, edge, gradient
 
     @property
     def _last_unit(self) -> int:
         return len(self._flight.context.program.units) - 1
 
-    def _values(self, wire: Wire) -> dict[Key, Tensor]:
-        return self._flight.inputs if wire == "act" else self._flight.gradients
-
-    def _send(self, wire: Wire, unit: int, m: int, peer: int) -> None:
-        tensor = self._values(wire).pop((unit, m)).contiguous()
+    def _send(self, wire: Wire, value: int, m: int, peer: int) -> None:
+        values = self._flight.values
+        tensor = (values.use(value, m) if wire == "act" else values.take_gradient(value, m)).contiguous()
         group, target = self._channel(self._machine.mesh.at.pp, peer, wire, peer)
-        self._flight.leaving[wire, unit, m] = send(tensor, group, target, self._tag(wire, unit, m)), tensor
+        self._flight.leaving[wire, value, m] = send(tensor, group, target, self._tag(wire, value, m)), tensor
 
-    def _recv(self, wire: Wire, unit: int, m: int, peer: int) -> None:
-        passed = self._machine.boundaries[unit]
+    def _recv(self, wire: Wire, value: int, m: int, peer: int) -> None:
+        passed = self._machine.boundaries[value]
         tensor = torch.empty(passed.shape, dtype=passed.dtype, device=self._machine.mesh.device.torch)
         group, source = self._channel(peer, self._machine.mesh.at.pp, wire, peer)
-        self._flight.arriving[wire, unit, m] = receive(tensor, group, source, self._tag(wire, unit, m))
-        self._values(wire)[unit, m] = tensor
+        self._flight.arriving[wire, value, m] = receive(tensor, group, source, self._tag(wire, value, m))
+        arrive = self._flight.values.hold if wire == "act" else self._flight.values.add_gradient
+        arrive(value, m, tensor)
 
     def _channel(self, source: int, target: int, wire: Wire, peer: int) -> tuple[torch.distributed.ProcessGroup, int]:
         """The group of a transfer, and the peer's rank in it."""
@@ -356,8 +367,8 @@ class Executor:
         # Not its place in the pipeline: a group sorts its ranks, so channels in both directions look alike.
         return group, torch.distributed.get_group_rank(group, mesh.peer(peer))
 
-    def _tag(self, wire: Wire, unit: int, m: int) -> int:
-        return (unit * len(self._flight.context.microbatches) + m) * 2 + (wire == "grad")
+    def _tag(self, wire: Wire, value: int, m: int) -> int:
+        return (value * len(self._flight.context.microbatches) + m) * 2 + (wire == "grad")
 
     def _await_parameters(self, unit: int) -> None:
         """Wait for the parameters that the unit reads."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import Mesh
 from superstep.data.batch import TOKENS, Batch
+from superstep.model.unit import INPUT
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Plan
 from superstep.plan.sharding.sequence import positions
@@ -37,6 +38,11 @@ class Microbatch:
     def input(self) -> Tensor:
         """The input of the first unit."""
         return self.fields[self.reads]
+
+
+def example_of(batch: Batch) -> dict[str, Tensor]:
+    """One row of each field, and of the first unit's input."""
+    return {INPUT: batch.input[:1], **{name: values[:1] for name, values in batch.fields.items()}}
 
 
 def rows(plan: Plan, mesh: Mesh) -> slice:

@@ -1,7 +1,7 @@
 """The engine's view of a model: a list of units, and for each parameter its name, axes and initial values.
 
 A unit is the piece that a pipeline stage holds whole and that ZeRO-3 fetches whole: the embedding, one block, the head.
-Its module takes one tensor and returns one tensor.
+Its module takes what the unit before returns, or the outputs and fields that ``inputs`` names, and returns one tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -60,12 +60,51 @@ class UnitSpec:
     """Makes the module, on the device of the surrounding ``with torch.device(...)``."""
     params: Mapping[str, ParamSpec]
     """The spec of each parameter of the module, by its name there."""
+    inputs: tuple[str, ...] = ()
+    """Names of units before it and of fields of the batch: forward takes their outputs and values in this order. None:
+    the output of the unit before; of the first unit the input of the batch.
+    """
     takes: tuple[str, ...] = ()
     """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
     entropy of logits [..., V] and class numbers [...].
     """
+
+
+INPUT = "the batch's input"
+"""The field of a first unit that names none."""
+
+Source: TypeAlias = int | str
+"""An argument of a unit: the number of a value (what unit ``v - 1`` returns), or the name of a field of the batch."""
+
+Fields: TypeAlias = Mapping[str, Tensor]
+"""A batch by field; ``INPUT`` is the one that a first unit without ``inputs`` takes."""
+
+
+def list_sources(units: Sequence[UnitSpec]) -> tuple[tuple[Source, ...], ...]:
+    """The arguments of each unit."""
+    values = {unit.name: number + 1 for number, unit in enumerate(units)}
+    return tuple(
+        tuple(values.get(name, name) for name in unit.inputs) or ((number,) if number else (INPUT,))
+        for number, unit in enumerate(units)
+    )
+
+
+def takes_only_fields(sources: Sequence[Source]) -> bool:
+    """Whether a unit takes no value: its arguments are whole on every rank, and need no gradient."""
+    return all(isinstance(of, str) for of in sources)
+
+
+def start_graph(taken: Sequence[Tensor], sources: Sequence[Source], *, has_parameters: bool) -> list[Tensor]:
+    """A unit's arguments as the leaves of its graph. A value gets a gradient; a field only where the unit has nothing
+    else for a graph.
+    """
+    is_rooted = has_parameters or not takes_only_fields(sources)
+    return [
+        x.detach().requires_grad_(x.is_floating_point() and not (isinstance(of, str) and is_rooted))
+        for x, of in zip(taken, sources, strict=True)
+    ]
 
 
 GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None}
@@ -113,8 +152,8 @@ def global_specs(units: Iterable[UnitSpec]) -> dict[str, ParamSpec]:
     return {one.name: one for unit in units for spec in unit.params.values() for one in spec.each}
 
 
-class UnitSequence(nn.Module):
-    """Units in sequence: a whole model on one device, with shared parameters.
+class UnitGraph(nn.Module):
+    """Units, each after those whose outputs it takes: a whole model on one device, with shared parameters.
 
     ``parts`` holds the parameters by their global names, with the initial values of ``seed``.
     """
@@ -122,6 +161,7 @@ class UnitSequence(nn.Module):
     def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
+        self.sources = list_sources(units)
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
         for unit, module in zip(units, self.units, strict=True):
@@ -132,8 +172,13 @@ class UnitSequence(nn.Module):
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))
 
-    def forward(self, x: Tensor, **others: Any) -> Tensor:  # noqa: ANN401
-        """The last unit's output; ``others`` replace the keyword arguments of one device."""
-        for module, given in zip(self.units, self.given, strict=True):
-            x = module(x, **given | {name: value for name, value in others.items() if name in given})
-        return x
+    def forward(self, x: Tensor | Fields, **others: Any) -> Tensor:  # noqa: ANN401
+        """The last unit's output, of the input or of all fields; ``others`` replace the keyword arguments of one
+        device.
+        """
+        fields = {INPUT: x} if isinstance(x, Tensor) else x
+        values: list[Tensor] = []
+        for module, sources, given in zip(self.units, self.sources, self.given, strict=True):
+            taken = (fields[of] if isinstance(of, str) else values[of - 1] for of in sources)
+            values.append(module(*taken, **given | {name: value for name, value in others.items() if name in given}))
+        return values[-1]

@@ -67,28 +67,33 @@ class GradientSink:
     sums: GradientSums
 
 
-def input_gradient(
-    x: Tensor, end: GradientEdge, gradient: Tensor, parameters: Sequence[tuple[nn.Parameter, Adder]], sums: GradientSums
-) -> tuple[Tensor | None, list[Sum]]:
-    """A backward pass that adds to no gradient buffer: the gradient of ``x``, and the deferred additions.
+def input_gradients(
+    inputs: Sequence[Tensor],
+    end: GradientEdge,
+    gradient: Tensor,
+    parameters: Sequence[tuple[nn.Parameter, Adder]],
+    sums: GradientSums,
+) -> tuple[list[Tensor], list[Sum]]:
+    """A backward pass that adds to no gradient buffer: the gradients of the inputs that have one, and the deferred
+    additions.
 
     Linears and embeddings defer their product or their rows. Autograd's gradients of other parameters, such as the
     weights of norms, are computed now and added later; for a layer with products of its own that is its whole gradient.
-    Deferred tensors are detached: a graph would hold ``x``.
+    Deferred tensors are detached: a graph would hold the inputs.
 
     Args:
-        x: the start of the graph; tokens have no gradient.
+        inputs: the start of the graph; tokens have no gradient.
         end: the end of the graph, with ``gradient``.
         parameters: all that the graph may reach, with the function that adds to the buffer of each.
         sums: of the layers.
     """
+    leaves = [x for x in inputs if x.requires_grad]
     ends = [parameter for parameter, _ in parameters]
-    inputs = [x, *ends] if x.requires_grad else ends
     with sums.put_off() as later:
-        gradients = torch.autograd.grad([end], inputs, [gradient], allow_unused=True)
-    of_parameters = gradients[len(inputs) - len(ends) :]
+        gradients = torch.autograd.grad([end], [*leaves, *ends], [gradient], allow_unused=True)
+    of_parameters = gradients[len(leaves) :]
     later += [partial(add, grad) for (_, add), grad in zip(parameters, of_parameters, strict=True) if grad is not None]
-    return gradients[0] if x.requires_grad else None, later
+    return list(gradients[: len(leaves)]), later
 
 
 class _Linear(torch.autograd.Function):

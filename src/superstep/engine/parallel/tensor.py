@@ -235,16 +235,16 @@ def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
 
 
 def _then(inner: Callable[..., Tensor], outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
-    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
-        return outer(inner(x, **given), group)
+    def forward(*inputs: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+        return outer(inner(*inputs, **given), group)
 
     return forward
 
 
 def _closing(inner: Callable[..., Tensor], entrance: _Entrance) -> Forward:
-    def forward(x: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
+    def forward(*inputs: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
         try:
-            return inner(x, **given)
+            return inner(*inputs, **given)
         finally:
             entrance.close()
 

@@ -27,12 +27,12 @@ from superstep.engine.build import assemble
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
-from superstep.engine.layers.grad_accumulation import input_gradient
+from superstep.engine.layers.grad_accumulation import input_gradients
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
 from superstep.engine.tracing.operation_trace import OperationRecorder, TracedOperations
 from superstep.model.expert_dispatch import DispatchContext
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import UnitSpec, start_graph
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import LossTarget
 from superstep.plan.mesh import Coordinate
@@ -179,11 +179,15 @@ def _targets(run: Resolved, machine: RankUnits) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Passed:
-    """One forward pass: input, output without its graph, its operations and its kept memory."""
+    """One forward pass: inputs, output without its graph, its operations and its kept memory."""
 
-    x: Tensor
+    inputs: Sequence[Tensor]
     y: Tensor
     noted: TracedOperations
+
+    @property
+    def input_bytes(self) -> int:
+        return sum(x.nbytes for x in self.inputs)
 
 
 class _Unit:
@@ -206,16 +210,17 @@ class _Unit:
         """Operations of all passes."""
         self._forward()  # makes the rotary tables, which stay
         once, end = self._forward()
-        kept_bytes = once.x.nbytes + once.noted.alive_bytes(but=self._own(once))
+        kept_bytes = once.input_bytes + once.noted.alive_bytes(but=self._own(once))
         gradient = torch.ones_like(once.y)
         if end is None:
             return UnitOperations(
                 forward=once.noted.operations,
                 backward=(),
                 weight=(),
-                input_bytes=once.x.nbytes,
-                kept_bytes=once.x.nbytes,
+                input_bytes=once.input_bytes,
+                kept_bytes=once.input_bytes,
                 peak_bytes=once.noted.peak_bytes,
+                output_bytes=once.y.nbytes,
             )
         with self._recorder.noting() as backward:
             torch.autograd.backward(end, gradient)
@@ -224,9 +229,9 @@ class _Unit:
         assert end is not None
         parameters, sums = self._machine.parameters[self._unit], self._machine.sums
         with self._recorder.noting() as halfway:
-            input_grad, later = input_gradient(again.x, end, gradient, parameters, sums)
+            input_grads, later = input_gradients(again.inputs, end, gradient, parameters, sums)
         del end
-        gone = self._own(again) if input_grad is None else [*self._own(again), input_grad]
+        gone = [*self._own(again), *input_grads]
         between_bytes = again.noted.alive_bytes(but=gone) + halfway.alive_bytes(but=gone)
         with self._recorder.noting() as weight, torch.no_grad():
             for add in later:
@@ -235,26 +240,27 @@ class _Unit:
             forward=once.noted.operations,
             backward=backward.operations,
             weight=weight.operations,
-            input_bytes=once.x.nbytes,
+            input_bytes=once.input_bytes,
             kept_bytes=kept_bytes,
             peak_bytes=once.noted.peak_bytes,
             between_bytes=between_bytes,
+            output_bytes=once.y.nbytes,
         )
 
     def _forward(self) -> tuple[_Passed, GradientEdge | None]:
         """A forward pass, and the end of its graph; a frozen first unit has none."""
-        passed = self._machine.boundaries[self._unit]
-        x = torch.zeros(passed.shape, dtype=passed.dtype)
-        if x.is_floating_point() and (self._unit > 0 or not self._machine.buffers[self._unit]):
-            x.requires_grad_()
+        machine, sources = self._machine, self._machine.sources[self._unit]
+        passed = [machine.fields[of] if isinstance(of, str) else machine.boundaries[of] for of in sources]
+        taken = [torch.zeros(each.shape, dtype=each.dtype) for each in passed]
+        inputs = start_graph(taken, sources, has_parameters=bool(machine.buffers[self._unit]))
         with self._recorder.noting() as noted:
-            y = self._compute(x, self._sight)
+            y = self._compute(inputs, self._sight)
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, LossTarget(self._targets), 1.0)
         self._exchange.take_counts()  # drops the counts
-        return _Passed(x=x, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
+        return _Passed(inputs=inputs, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
 
     def _own(self, passed: _Passed) -> list[Tensor]:
         """Tensors that exist anyway, and are accounted for elsewhere."""
         buffers = [b for each in self._machine.buffers.values() for b in each]
-        return [passed.x, passed.y, self._targets, *(t for b in buffers for t in (b.full, b.gradient))]
+        return [*passed.inputs, passed.y, self._targets, *(t for b in buffers for t in (b.full, b.gradient))]

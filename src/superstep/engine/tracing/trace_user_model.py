@@ -18,9 +18,9 @@ from superstep.engine.flat.layout import cut, partial_names
 from superstep.engine.layers.implementation import install
 from superstep.engine.parallel.tensor import Boundaries, Boundary, splitting
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import UnitOutput, build, run
+from superstep.model.custom.inspect import UnitOutput, as_fields, build, run
 from superstep.model.decoder import flash
-from superstep.model.unit import GIVEN, UnitSpec
+from superstep.model.unit import GIVEN, Fields, UnitSpec, list_sources, takes_only_fields
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.parameters import has_cut_output
@@ -39,13 +39,16 @@ class _Alone:
         return 0
 
 
-def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[UnitOutput], where: str) -> None:
+def rehearse(
+    resolved: Resolved, specs: Sequence[UnitSpec], example: Tensor | Fields, between: Sequence[UnitOutput], where: str
+) -> None:
     """Check that every unit runs cut, and gives the matching part of its whole output.
 
     Args:
         resolved: the run.
         specs: the units.
-        between: the input of each whole unit, and the output of the last.
+        example: of the shape and dtype of the input, or of each field.
+        between: the input, and the output of each whole unit.
         where: the source of the units.
 
     Raises:
@@ -60,9 +63,10 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Un
             f"{where}: unit '{specs[-1].name}' has a loss of its own, of an output that {_how(resolved)} cuts; set the "
             "rule of that axis in plan.rules to 'none'."
         )
-    for number, spec in enumerate(specs):
-        x = _part(between[number], ways if number else 1)
-        module = _cut_module(spec, resolved, is_first=number == 0, where=where)
+    fields = as_fields(example, torch.float32)
+    for number, (spec, sources) in enumerate(zip(specs, list_sources(specs), strict=True)):
+        taken = [fields[of] if isinstance(of, str) else _part(between[of], ways) for of in sources]
+        module = _cut_module(spec, resolved, is_first=takes_only_fields(sources), where=where)
         attended: list[int] = []
 
         def attend(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: list[int] = attended) -> Tensor:
@@ -71,7 +75,7 @@ def rehearse(resolved: Resolved, specs: Sequence[UnitSpec], between: Sequence[Un
 
         given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}
         try:
-            out = run(module, spec, x, given, where, is_first=number == 0)
+            out = run(module, spec, taken, sources, given, where)
         except ConfigError as error:
             raise ConfigError(f"{error} So it is with {_how(resolved)}; {_mend(resolved)}.") from error
         wanted = _part(between[number + 1], ways).shape

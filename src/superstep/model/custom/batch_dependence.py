@@ -6,7 +6,7 @@ layout's microbatch. Larger units are left to ``superstep prove``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,19 @@ MOST_NUMBERS = 2**16
 """Elements of an input; attention computes their square."""
 
 
-def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where: str) -> None:
-    """Check that a unit treats the rows of an input like ``like`` separately.
+def check_rows(spec: UnitSpec, likes: Sequence[Tensor], given: Mapping[str, object], where: str) -> None:
+    """Check that a unit treats the rows of inputs like ``likes`` separately.
 
     Raises:
         ConfigError: it mixes them, or gives another output each time.
     """
-    numbers = ROWS * like[:1].numel()
+    numbers = ROWS * max(like[:1].numel() for like in likes)
     with on_meta():
         parameters = sum(parameter.numel() for parameter in spec.build().parameters())
     if parameters > MOST_PARAMETERS or numbers > MOST_NUMBERS:
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        outputs = _outputs(spec, like, given)
+        outputs = _outputs(spec, likes, given)
     if outputs is None:
         return
     first, again, beside_others = outputs
@@ -49,13 +49,28 @@ def check_rows(spec: UnitSpec, like: Tensor, given: Mapping[str, object], where:
         )
 
 
-def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple[Tensor, Tensor, Tensor] | None:
+def _outputs(
+    spec: UnitSpec, likes: Sequence[Tensor], given: Mapping[str, object]
+) -> tuple[Tensor, Tensor, Tensor] | None:
     """The output of some rows, the same again, and that of the first among others; None where it cannot be computed."""
     generator = torch.Generator().manual_seed(0)
     with torch.device("cpu"):
         module = spec.build().to("cpu", torch.float32)
     for local, parameter in module.named_parameters():
         parameter.copy_(initial(spec.params[local], parameter.shape, 0))
+    drawn = [_draw_rows(like, generator) for like in likes]
+    rows, others = [rows for rows, _ in drawn], [others for _, others in drawn]
+    try:
+        first, again = (module(*(x.clone() for x in rows), **given) for _ in range(2))
+        outputs = first, again, module(*others, **given)
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # the unit may not accept such numbers
+        return None
+    is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in outputs)
+    return outputs if is_known else None
+
+
+def _draw_rows(like: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows of numbers, and the first of them among others."""
     shape = (ROWS, *like.shape[1:])
     if like.is_floating_point():
         rows, others = torch.randn((2, *shape), generator=generator)
@@ -63,9 +78,4 @@ def _outputs(spec: UnitSpec, like: Tensor, given: Mapping[str, object]) -> tuple
         rows = torch.randint(0, 2, shape, dtype=like.dtype, generator=generator)
         others = 1 - rows
     others[0] = rows[0]
-    try:
-        outputs = module(rows.clone(), **given), module(rows.clone(), **given), module(others, **given)
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # the unit may not accept such numbers
-        return None
-    is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in outputs)
-    return outputs if is_known else None
+    return rows, others

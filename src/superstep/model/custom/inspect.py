@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.custom.batch_dependence import check_rows
+from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
-from superstep.model.unit import GIVEN, ParamSpec, UnitSpec
+from superstep.model.unit import GIVEN, INPUT, Fields, ParamSpec, Source, UnitSpec, list_sources, start_graph
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
 @dataclass(frozen=True, slots=True)
 class UnitOutput:
-    """The tensor between two units."""
+    """A tensor that a unit returns, or the input of the first."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -50,6 +51,7 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
             raise ConfigError(f"{where}: {spec!r} is no UnitSpec; list one UnitSpec for each unit.")
         if any(unit.name == spec.name for unit in units):
             raise ConfigError(f"{where}: two units have the name '{spec.name}'; give each its own.")
+        check_inputs(spec, specs, units, where)
         for name in spec.takes:
             if name not in GIVEN:
                 raise ConfigError(f"{where}: unit '{spec.name}' takes '{name}'{did_you_mean(name, GIVEN)}")
@@ -66,8 +68,10 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
                     f"{parameter.axes}, another unit as {list(before.dims)} with {before.axes}; units that name the "
                     "same tensor share it, so give it one shape and the same axes, or another name."
                 )
-        units.append(Unit(spec.name, parameters))
-    return Outline(tuple(units))
+        units.append(Unit(spec.name, parameters, spec.inputs))
+    outline = Outline(tuple(units))
+    check_outputs(outline, where)
+    return outline
 
 
 def build(spec: UnitSpec, where: str) -> nn.Module:
@@ -143,16 +147,16 @@ def _layer(layer: nn.Module) -> Layer:
 
 def pass_through(
     specs: Sequence[UnitSpec],
-    example: Tensor,
+    example: Tensor | Fields,
     compute: torch.dtype,
     where: str,
     given: Mapping[str, Any] = GIVEN,
 ) -> tuple[UnitOutput, ...]:
-    """The input of each unit in turn, and the output of the last, for an input like ``example``.
+    """The input of the first unit, and the output of each, for an input like ``example``.
 
     Args:
         specs: the units.
-        example: of the input's shape and dtype, on any device.
+        example: of the shape and dtype of the input, or of each field, on any device.
         compute: the dtype of parameters and activations.
         where: the source of the units.
         given: keyword arguments of units.
@@ -160,42 +164,57 @@ def pass_through(
     Raises:
         ConfigError: a unit does not run, returns no tensor, or changes its input or buffers.
     """
-    x = torch.empty(example.shape, dtype=compute if example.is_floating_point() else example.dtype, device="meta")
-    inputs = [UnitOutput(x.shape, x.dtype)]
-    for number, spec in enumerate(specs):
+    fields = as_fields(example, compute)
+    require_fields(specs, fields, where)
+    values: list[Tensor] = []
+    for spec, sources in zip(specs, list_sources(specs), strict=True):
         module = build(spec, where).to(compute)
         here = {name: given[name] for name in spec.takes}
-        row = x
-        x = run(module, spec, x, here, where, is_first=number == 0)
-        check_rows(spec, row, here, where)
-        inputs.append(UnitOutput(x.shape, x.dtype))
-    return tuple(inputs)
+        taken = [fields[of] if isinstance(of, str) else values[of - 1] for of in sources]
+        values.append(run(module, spec, taken, sources, here, where))
+        check_rows(spec, taken, here, where)
+    first = next(iter(fields.values()))
+    return tuple(UnitOutput(x.shape, x.dtype) for x in (first, *values))
+
+
+def as_fields(example: Tensor | Fields, compute: torch.dtype) -> dict[str, Tensor]:
+    """Fields like those of an example, on the meta device; floating ones in the compute dtype."""
+    fields = {INPUT: example} if isinstance(example, Tensor) else example
+    return {
+        name: torch.empty(x.shape, dtype=compute if x.is_floating_point() else x.dtype, device="meta")
+        for name, x in fields.items()
+    }
 
 
 def run(
-    module: nn.Module, spec: UnitSpec, x: Tensor, given: Mapping[str, object], where: str, *, is_first: bool
+    module: nn.Module,
+    spec: UnitSpec,
+    taken: Sequence[Tensor],
+    sources: Sequence[Source],
+    given: Mapping[str, object],
+    where: str,
 ) -> Tensor:
     """A unit's output on the meta device; raises as ``pass_through`` does."""
     buffers = dict(module.named_buffers())
     before = {name: buffer._version for name, buffer in buffers.items()}
-    # The first unit's input needs no gradient, unless it has no parameter for a graph. And it is no leaf, so that a
-    # change in place is detected here.
-    x = x.detach().requires_grad_(x.is_floating_point() and not (is_first and spec.params)).clone()
-    version, random = x._version, RandomOperations()
+    # No leaves, so that a change in place is detected here.
+    inputs = [x.clone() for x in start_graph(taken, sources, has_parameters=bool(spec.params))]
+    versions, random = [x._version for x in inputs], RandomOperations()
     try:
         with torch.enable_grad(), random:
-            out = module(x, **given)
+            out = module(*inputs, **given)
     except Exception as error:
-        raise ConfigError(
-            f"{where}: unit '{spec.name}' does not run on an input {list(x.shape)}: {_line(error)}"
-        ) from error
+        shapes = " and ".join(str(list(x.shape)) for x in inputs)
+        raise ConfigError(f"{where}: unit '{spec.name}' does not run on an input {shapes}: {_line(error)}") from error
     if not isinstance(out, Tensor):
         raise ConfigError(f"{where}: unit '{spec.name}' gives {type(out).__name__}; let it return one tensor.")
-    if x._version != version:
+    if [x._version for x in inputs] != versions:
         raise ConfigError(f"{where}: unit '{spec.name}' changes its input in place; let it make a new tensor.")
     _check_randomness(random, spec, where)
-    if not out.requires_grad or (x.requires_grad and not depends_on(out, x)):
-        what = "no gradient" if not out.requires_grad else "no gradient of its input"
+    lost = [n for n, x in enumerate(inputs) if x.requires_grad and not depends_on(out, x)]
+    if not out.requires_grad or lost:
+        of = f"its input '{spec.inputs[lost[0]]}'" if lost and spec.inputs else "its input"
+        what = "no gradient" if not out.requires_grad else f"no gradient of {of}"
         raise ConfigError(
             f"{where}: unit '{spec.name}' gives an output that carries {what}, so that nothing before it would learn; "
             "leave out detach(), no_grad(), or the whole numbers in between."

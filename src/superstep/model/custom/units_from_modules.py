@@ -9,7 +9,7 @@ pipeline parallelism. Build them alike on every rank: from the same seed, or fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,13 +20,18 @@ from superstep.model.unit import ParamSpec, UnitSpec
 
 
 def as_units(
-    modules: Sequence[nn.Module], *, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    modules: Sequence[nn.Module],
+    *,
+    inputs: Mapping[int, Sequence[int | str]] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[UnitSpec, ...]:
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
 
     Args:
         modules: each takes one tensor and returns one; the first takes the input, the last returns the input of the
             loss. A parameter that several modules have is shared by their units.
+        inputs: by a module's number what it takes instead of the output of the module before: outputs of modules
+            before it, by number, and fields of the batch, by name.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B].
 
@@ -50,7 +55,8 @@ def as_units(
         }
         build = partial(_build_copy, module)
         last = loss if number == len(modules) - 1 else None
-        units.append(UnitSpec(name=str(number), build=build, params=params, loss=last))
+        taken = tuple(map(str, (inputs or {}).get(number, ())))
+        units.append(UnitSpec(name=str(number), build=build, params=params, inputs=taken, loss=last))
     return tuple(units)
 
 

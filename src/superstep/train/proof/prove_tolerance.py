@@ -18,7 +18,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.microbatch import example_of, microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.model.unit import UnitSpec, global_specs
 from superstep.plan.config import TrainConfig
@@ -210,7 +210,7 @@ def _straight(
     compared: list[Difference] = []
     bits: Bits = {}
     try:
-        engine = Engine(run, specs, mesh, example=batches[0].input[:1])
+        engine = Engine(run, specs, mesh, example=example_of(batches[0]))
         position = Position()
         for step, batch in enumerate(batches):
             position = Position(
@@ -230,7 +230,7 @@ def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterat
     """Train on the batches without checks; it yields after each step has been issued."""
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     try:
-        engine = Engine(run, units_of(run), mesh, example=batches[0].input[:1])
+        engine = Engine(run, units_of(run), mesh, example=example_of(batches[0]))
         for step, batch in enumerate(batches):
             _train(engine, batch.rows(rows(run.plan, mesh)), step)
             yield

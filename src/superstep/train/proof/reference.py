@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.data.batch import Batch
+from superstep.engine.microbatch import example_of
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.unit import ParamSpec, UnitSequence, UnitSpec, initial, parameters
+from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
@@ -32,7 +33,7 @@ from superstep.plan.optimizers import MOMENTS
 from superstep.train.lr_schedule import rate
 from superstep.train.proof.reference_optimizer import make_optimizer
 
-Forward = Callable[[Tensor, DispatchContext, Mapping[str, Any]], Tensor]
+Forward = Callable[[Fields, DispatchContext, Mapping[str, Any]], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
 Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 
@@ -83,9 +84,9 @@ def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
         for spec, param in specs:
             param.copy_(initial(spec, param.shape, seed))
 
-    def forward(tokens: Tensor, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
+    def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
         exchange.now = now
-        logits: Tensor = model(tokens, exchange=exchange, **sight)
+        logits: Tensor = model(fields[INPUT], exchange=exchange, **sight)
         return logits
 
     return forward, specs
@@ -97,16 +98,16 @@ def unit_steps(
     """The same for a list of units: each row's input goes through them in sequence. A loss of their own is divided by
     the batch's divisor. With adapters, nothing else is trained.
     """
-    forward, parts = _row(specs, train.seed)
+    forward, parts = _units(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
     yield from _steps(forward, trained, specs[-1].loss or token_losses(train), train, batches, clips=clips)
 
 
-def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
-    model = UnitSequence(specs, seed)
+def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
+    model = UnitGraph(specs, seed)
 
-    def forward(x: Tensor, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
-        out: Tensor = model(x, **sight)
+    def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
+        out: Tensor = model(fields, **sight)
         return out
 
     return forward, list(model.parts.values())
@@ -115,14 +116,14 @@ def _row(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
 @torch.no_grad()
 def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
     """Nats per counted target over some batches, with the initial weights."""
-    forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _row(model, seed)
+    forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _units(model, seed)
     own = None if isinstance(model, ModelShape) else model[-1].loss
     loss_sum = own or TokenLosses()
     nats, count = 0.0, 0
     for batch in batches:
-        for number, (tokens, targets) in enumerate(zip(batch.input, batch.targets_BS, strict=True)):
+        for number, targets in enumerate(batch.targets_BS):
             now = DispatchContext(sequences=(number,), batch_sequences=len(batch.targets_BS), seed=seed, step=None)
-            nats += float(loss_sum(forward(tokens[None], now, _sight(batch, number)), targets[None]))
+            nats += float(loss_sum(forward(_row_of(batch, number), now, _sight(batch, number)), targets[None]))
             count += int((targets != IGNORE).sum())
     return nats / count
 
@@ -177,11 +178,11 @@ def _steps(
         weights = batch.streams.get("weights")
         loss = 0.0
         # Row by row: independent of a layout's split of the batch.
-        for number, (tokens, targets) in enumerate(zip(batch.input, batch.targets_BS, strict=True)):
+        for number, targets in enumerate(batch.targets_BS):
             now = DispatchContext(
                 sequences=(number,), batch_sequences=len(batch.targets_BS), seed=train.seed, step=step
             )
-            out = forward(tokens[None], now, _sight(batch, number))
+            out = forward(_row_of(batch, number), now, _sight(batch, number))
             if weights is None:
                 total = loss_sum(out, targets[None])
             else:
@@ -211,6 +212,10 @@ def _steps(
             weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
+
+
+def _row_of(batch: Batch, number: int) -> Fields:
+    return example_of(batch.rows(slice(number, number + 1)))
 
 
 def _sight(batch: Batch, number: int) -> Mapping[str, Any]:

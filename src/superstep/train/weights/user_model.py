@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from superstep.data.samples.sample_file import open_samples
-from superstep.engine.build import example_row
+from superstep.engine.build import example_rows
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import outline_of, pass_through
@@ -37,7 +37,8 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     run = resolve(config, world, outline_of(specs, source))
     if config.data.source is not None:
         run = replace(run, samples=open_samples(config.data.source).fields)
-    between = pass_through(specs, example_row(run), torch.float32, source)
+    rows = example_rows(run)
+    between = pass_through(specs, rows, torch.float32, source)
     if run.samples is None:
         _check_logits(config, between[-1].shape)
     else:
@@ -45,7 +46,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     if config.data.is_masked:
         _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
-        rehearse(run, specs, between, source)
+        rehearse(run, specs, rows, between, source)
     return run
 
 

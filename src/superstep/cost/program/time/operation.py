@@ -10,7 +10,7 @@ Attention counts the full square, causal or not (the convention of ``cost.progra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -115,10 +115,11 @@ class UnitOperations:
         forward: the forward pass, under the plan's recompute policy.
         backward: the whole backward pass, with selective recomputation.
         weight: the part of BackwardWeight.
-        input_bytes: of the unit's input.
+        input_bytes: of the unit's inputs.
         kept_bytes: kept for the backward pass, with the input; 0 if not traced.
         peak_bytes: the most that the forward holds of its results; 0 if not traced.
         between_bytes: kept between BackwardInput and BackwardWeight; 0 if not traced.
+        output_bytes: of what it returns; None: as many as the next unit's inputs.
     """
 
     forward: Operations
@@ -128,6 +129,13 @@ class UnitOperations:
     kept_bytes: int = 0
     peak_bytes: int = 0
     between_bytes: int = 0
+    output_bytes: int | None = None
+
+
+def count_value_bytes(units: Sequence[UnitOperations], value: int) -> int:
+    """Bytes of what the unit before returns; of value 0, those of the input."""
+    returned = units[value - 1].output_bytes if value else None
+    return units[value].input_bytes if returned is None else returned
 
 
 def collect(operations: Iterable[Operation]) -> Operations:

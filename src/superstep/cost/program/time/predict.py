@@ -34,7 +34,7 @@ from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.cost.program.time.instruction_seconds import CollectiveRanks, instruction_seconds
 from superstep.cost.program.time.op_prices import MachineRates, Prices, seconds
-from superstep.cost.program.time.operation import Axis, UnitOperations
+from superstep.cost.program.time.operation import Axis, UnitOperations, count_value_bytes
 from superstep.cost.program.time.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.hardware.cluster import Collective
@@ -126,7 +126,7 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     if run.decoder is not None or operations is None:
         return None
     e = ELEMENT_BYTES[run.config.numerics.compute]
-    outputs = [*(operation.input_bytes for operation in operations[1:]), 0]
+    values = [count_value_bytes(operations, value) for value in range(len(operations))]
     return tuple(
         UnitBytes(
             params=e * count_fetched_numel(run, unit),
@@ -136,12 +136,14 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
             kept_input=operation.input_bytes,
             product_inputs=operation.between_bytes,
             product_gradients=0,
-            boundary=operation.input_bytes,
+            boundary=value_bytes,
             forward_workspace=max(
                 operation.input_bytes + operation.peak_bytes - operation.kept_bytes - output_bytes, 0
             ),
         )
-        for unit, operation, output_bytes in zip(rank_parameters(run), operations, outputs, strict=True)
+        for unit, operation, value_bytes, output_bytes in zip(
+            rank_parameters(run), operations, values, [*values[1:], 0], strict=True
+        )
     )
 
 
@@ -193,7 +195,7 @@ class OperationDurations:
         )
 
     def boundary_bytes(self, unit: int) -> float:
-        return self.operations[unit].input_bytes
+        return count_value_bytes(self.operations, unit)
 
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """At the machine's price, which depends only on the number of ranks."""

@@ -28,7 +28,7 @@ from superstep.cost.program.buffers import (
 )
 from superstep.cost.program.flops import rank_parameters
 from superstep.cost.program.time.instruction_seconds import partial_elements
-from superstep.cost.program.time.operation import Axis, Operations, UnitOperations, messages
+from superstep.cost.program.time.operation import Axis, Operations, UnitOperations, count_value_bytes, messages
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program
@@ -62,8 +62,8 @@ def _count_carried_bytes(
             yield from _within(units[unit].forward)
         case ins.Backward(unit) | ins.BackwardInput(unit):
             yield from _within(units[unit].backward)
-        case ins.Send(unit=unit):
-            yield AxisTraffic("pp", units[unit].input_bytes)
+        case ins.Send(unit=value):
+            yield AxisTraffic("pp", count_value_bytes(units, value))
         case ins.Fetch(unit) | ins.Reduce(unit):
             yield from _over_shards(run, unit, is_fetch=isinstance(i, ins.Fetch))
         case ins.ReduceReplicas(unit):
