@@ -15,7 +15,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -391,8 +391,14 @@ def _program(run: Resolved) -> Program:
     return compile_step(run.plan)
 
 
+def _graph_program() -> str:
+    plan = replace(_small().plan, microbatches=1, inputs=((), (0,), (1,), (2, 0)))
+    return write_program(compile_step(plan))
+
+
 MADE: dict[str, Callable[[], str]] = {
     "program": lambda: fenced(write_program(_program(_small()))),
+    "graph program": lambda: fenced(_graph_program()),
     "program drawn": lambda: _drawn(_small(), block_s=4e-3, moves_s=0.5e-3),
     "zero programs": _zero_programs,
     "zero bytes": _zero_bytes,

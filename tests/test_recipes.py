@@ -22,6 +22,7 @@ WORLD = {
     "bench": 2,
     "breadth_first_zero3": 4,
     "demo": 2,
+    "denseformer": 2,
     "dp_zero3": 2,
     "exact": 2,
     "llama3-8b": 64,
