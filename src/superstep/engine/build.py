@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
-from superstep.data.batch import TOKENS
 from superstep.engine.attention.choose_attention import SequenceView, build_sight
 from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
 from superstep.engine.exact.layer_settings import ExactLayers, grid_of
@@ -21,13 +19,12 @@ from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
-from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
+from superstep.engine.value_shapes import find_shapes
 from superstep.model.expert_dispatch import ExpertDispatch
-from superstep.model.unit import INPUT, Fields, Source, UnitSpec, list_sources, takes_only_fields
+from superstep.model.unit import Fields, Source, UnitSpec, list_sources, takes_only_fields
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import RangeExcess
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.sample_fields import TARGET
 from superstep.plan.sharding.parameters import columns_of, has_cut_output
 
 Buffers = Mapping[int, tuple[UnitBuffers, ...]]
@@ -72,7 +69,7 @@ def assemble(
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
     compute = {unit: _make_compute(module, specs[unit], exchange) for unit, module in modules.items()}
-    fields, boundaries = _boundaries(run, specs, compute_dtype, example)
+    fields, boundaries = find_shapes(run, specs, compute_dtype, example)
     return RankUnits(
         mesh=mesh,
         buffers=buffers,
@@ -179,48 +176,3 @@ def _loss(
         given=spec.loss,
     )
     return on_part(loss, mesh.tp) if mesh.tp is not None and sees_part(run) else loss
-
-
-def example_rows(run: Resolved) -> dict[str, torch.Tensor]:
-    """One row of the model's input and of each field, without memory."""
-    if run.samples is None:
-        tokens = torch.empty(1, run.config.data.sequence_tokens, dtype=torch.long, device="meta")
-        return {INPUT: tokens, TOKENS: tokens}
-    rows = {
-        field.name: torch.empty(1, *field.dims, dtype=getattr(torch, field.dtype), device="meta")
-        for field in run.samples.fields
-        if field.name != TARGET
-    }
-    return {INPUT: rows[run.samples.reads], **rows}
-
-
-def _boundaries(
-    run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | Fields | None
-) -> tuple[dict[str, UnitOutput], tuple[UnitOutput, ...]]:
-    """The shape and dtype of each field, and of the input and what each unit returns, on this rank."""
-    plan = run.plan
-    if example is None:
-        example = example_rows(run)
-    fields = {INPUT: example} if isinstance(example, torch.Tensor) else example
-
-    def own_rows(row: torch.Tensor) -> torch.Tensor:
-        # Context-parallel ranks have a part of a sequence.
-        dims = (row.shape[1] // plan.mesh.cp, *row.shape[2:]) if plan.mesh.cp > 1 else row.shape[1:]
-        return torch.empty(plan.microbatch, *dims, dtype=row.dtype, device="meta")
-
-    rows = {name: own_rows(row) for name, row in fields.items()}
-    if run.decoder is not None:  # its shapes are known, and its routing depends on them
-        tokens = rows[INPUT]
-        stream = torch.Size((*tokens.shape, run.decoder.width))
-        outputs = (UnitOutput(tokens.shape, tokens.dtype), *[UnitOutput(stream, compute)] * len(specs))
-    else:
-        with unset_fake_temporarily():  # meta tensors suffice, in a rehearsal too
-            outputs = pass_through(specs, rows, compute, "the model")
-    ways = plan.mesh.tp if plan.sequence_parallel else 1
-    boundaries = outputs[0], *(UnitOutput(_sequence_part(x.shape, ways), x.dtype) for x in outputs[1:])
-    return {name: UnitOutput(x.shape, x.dtype) for name, x in as_fields(rows, compute).items()}, boundaries
-
-
-def _sequence_part(shape: torch.Size, ways: int) -> torch.Size:
-    """[B, S, ...] with the sequence split."""
-    return torch.Size((shape[0], shape[1] // ways, *shape[2:])) if ways > 1 else shape

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from superstep.data.samples.sample_file import open_samples
-from superstep.engine.build import example_rows
 from superstep.engine.tracing.trace_user_model import rehearse
+from superstep.engine.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.user_model import load_units
