@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from superstep.engine.attention import document_attention
 from superstep.engine.attention.choose_attention import GatheredKeys
@@ -265,6 +266,23 @@ def _wrapped(compiled):
         qkv = [x.requires_grad_() for x in qkv]
         found += torch.autograd.grad(run(*qkv, DocumentAttend(at)), qkv, grad)
     return found, len(graphs)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("tokens", [64, 160], ids=["narrow", "wide"])
+@pytest.mark.parametrize("document", [None, 20])
+def test_its_results_lie_as_a_compiler_expects(is_compiled, tokens, document):
+    """The compiler makes the code that reads them from a fake call, which computes nothing."""
+    q, k, v = (torch.ones(2, tokens, heads, 16) for heads in (8, 2, 2))
+    places = torch.arange(tokens)
+    at = None if document is None else (places - places % document).repeat(2, 1)
+    strides = []
+    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            out, lse = document_attention.document_attention(q, k, v, at, is_compiled)
+            gradients = document_attention._document_attention_backward(out, q, k, v, out, lse, at, is_compiled)
+        strides.append([x.stride() for x in (out, lse, *gradients)])
+    assert strides[0] == strides[1]
 
 
 def test_a_compiler_makes_one_graph_whatever_the_documents():

@@ -1,17 +1,19 @@
 """Attention as a GPU computes it without Triton, trained and served: by torch's kernels, which CUDA's rules bind."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import small
 from operators import SCORES, Operators
 from strict_ranks import device_module
 from superstep.comm.device import Device
 from superstep.cost.program.memory.activations import unit_bytes
-from superstep.engine.attention.document_attention import DocumentAttend
+from superstep.engine.attention.document_attention import DocumentAttend, document_attention
 from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import flash
 from superstep.plan.model.attention_rule import AttentionRule
@@ -34,6 +36,19 @@ ATTENDS = {
     "block": DocumentAttend(),
     "documents": DocumentAttend(STARTS),
 }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("starts", [None, STARTS], ids=["whole", "documents"])
+def test_its_results_lie_as_a_compiler_expects(dtype, starts):
+    """The sums of scores too, of which a kernel in fp32 has more than there are tokens."""
+    qkv = [drawn(heads, 16, DTYPES[dtype], heads).to(GPU) for heads in (4, 2, 2)]
+    strides = []
+    for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode:
+            results = document_attention(*qkv, starts, is_compiled=False)
+        strides.append([x.stride() for x in results])
+    assert strides[0] == strides[1]
 
 
 def drawn(heads, width, dtype, seed):

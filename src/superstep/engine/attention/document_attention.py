@@ -76,7 +76,7 @@ def document_attention(
         out_BNSH, lse = attend_block(*qkv, is_causal=True)
     else:
         out_BNSH, lse = attend_parts(*qkv, bounds(starts.cpu()))
-    return out_BNSH.transpose(1, 2).contiguous(), lse
+    return out_BNSH.transpose(1, 2).contiguous(), lse.contiguous()
 
 
 @torch.library.custom_op("superstep::document_attention_backward", mutates_args=())
