@@ -89,18 +89,19 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer."""
+    """One layer. Dropout draws the same numbers on every layout."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm_2 = nn.LayerNorm(width)
         self.mlp = Mlp(width)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, h_BSD: Tensor, attend: Attend = flash) -> Tensor:
-        h_BSD = h_BSD + self.attention(self.norm_1(h_BSD), attend)
-        h_BSD = h_BSD + self.mlp(self.norm_2(h_BSD))
+        h_BSD = h_BSD + self.dropout(self.attention(self.norm_1(h_BSD), attend))
+        h_BSD = h_BSD + self.dropout(self.mlp(self.norm_2(h_BSD)))
         return h_BSD
 
 
@@ -132,7 +133,7 @@ def units(config: RunConfig) -> list[UnitSpec]:
         *(
             UnitSpec(
                 name=f"block.{layer}",
-                build=partial(Block, width, heads),
+                build=partial(Block, width, heads, model.dropout),
                 params={
                     local: param(f"block.{layer}.{local}", local, axes, small if axes[0] == "stream" else 0.02)
                     for local, axes in BLOCK.items()

@@ -254,7 +254,6 @@ class Tied(nn.Module):
 def test_what_would_depend_on_the_layout_is_refused():
     assert "unit '1', '0' is a BatchNorm1d" in refusal(nn.Linear(6, 6), nn.Sequential(nn.BatchNorm1d(6)))
     assert "use torch.nn.GroupNorm" in refusal(nn.BatchNorm1d(6, track_running_stats=False))
-    assert "unit '0' drops at random (p = 0.5)" in refusal(nn.Dropout())
     assert "unit '0', 'weight' has a hook, which would be lost" in refusal(with_hook(nn.Linear(6, 6)))
     assert "max_norm = 1), which ranks would do each for themselves" in refusal(nn.Embedding(6, 6, max_norm=1.0))
     assert "leave scale_grad_by_freq out" in refusal(nn.Embedding(6, 6, scale_grad_by_freq=True))
@@ -323,13 +322,14 @@ NOISE = {
 def test_a_forward_that_draws_at_random_is_refused(name):
     said = refusal(nn.Linear(6, 6), Calls(NOISE[name]))
     assert "unit '1' draws random numbers as it runs (" in said
-    assert said.endswith("leave dropout and noise out, or set their share to 0.")
+    assert "drop with a torch.nn.Dropout module, draw from the argument noise (takes = ('noise',))" in said
 
 
 def test_layers_that_draw_at_random_or_keep_a_state_are_refused_by_name():
     assert "unit '0', 'attention' drops at random (dropout = 0.1)" in refusal(Attends(0.1))
     assert "unit '0' drops at random (dropout = 0.5)" in refusal(nn.LSTM(6, 6, 2, dropout=0.5))
     assert "unit '0' drops at random (p = 0.2)" in refusal(nn.AlphaDropout(0.2))
+    assert "use torch.nn.Dropout, or set its p to 0" in refusal(nn.FeatureAlphaDropout())
     assert "is spectral norm" in refusal(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)))
     with pytest.warns(FutureWarning):
         of_old = nn.utils.weight_norm(nn.Linear(6, 6))

@@ -191,7 +191,7 @@ FILES = [
         {},
         ["unit 'mid' is a BatchNorm1d", "couple the samples of a microbatch", "use torch.nn.GroupNorm"],
     ),
-    ("units = between(lambda: nn.Dropout(0.1))", {}, ["unit 'mid' drops at random (p = 0.1)", "set its p to 0"]),
+    ("units = between(lambda: nn.Dropout(0.1, True))", {}, ["unit 'mid' drops in place; leave inplace out."]),
     (
         """
         class Mask(nn.Module):

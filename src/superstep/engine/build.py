@@ -8,8 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.attention.choose_attention import SequenceView, build_sight
-from superstep.engine.build_modules import Compute, Loss, build_loss, build_module, fill_buffers, on_part, selective
+from superstep.engine.attention.choose_attention import build_sight
+from superstep.engine.build_modules import (
+    Loss,
+    build_loss,
+    build_module,
+    fill_buffers,
+    make_compute,
+    on_part,
+    selective,
+)
 from superstep.engine.exact.layer_settings import ExactLayers, grid_of
 from superstep.engine.exact.modules import build_exact_loss
 from superstep.engine.executor import RankUnits
@@ -17,6 +25,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
+from superstep.engine.parallel.noise import find_held, noise_place
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
 from superstep.engine.value_shapes import find_shapes
@@ -57,18 +66,20 @@ def assemble(
     shared = _parameters(buffers)
     sources = list_sources(specs)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
+    layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact) for unit in here}
     built = {
         unit: build_module(
-            specs[unit],
-            {local: shared[p.name] for local, p in specs[unit].params.items()},
-            _layer_context(run, mesh, unit, sources[unit], sums, exact),
+            specs[unit], {local: shared[p.name] for local, p in specs[unit].params.items()}, layers[unit]
         )
         for unit in here
     }
     modules = {unit: module for unit, (module, _) in built.items()}
     for unit, module in modules.items():
         fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
-    compute = {unit: _make_compute(module, specs[unit], exchange) for unit, module in modules.items()}
+    held = find_held(run, specs, mesh, compute_dtype, example)
+    compute = {
+        unit: make_compute(module, specs[unit], exchange, layers[unit].noise, held) for unit, module in modules.items()
+    }
     fields, boundaries = find_shapes(run, specs, compute_dtype, example)
     return RankUnits(
         mesh=mesh,
@@ -87,6 +98,7 @@ def assemble(
         begin=begin,
         excess=excess,
         sight=build_sight(run, mesh, excess),
+        place=lambda context, m: noise_place(run, mesh, context.noise_step, len(context.microbatches), m),
     )
 
 
@@ -112,17 +124,6 @@ def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
     """Parameters by global name: units that name the same tensor share it."""
     every = [b for unit in buffers.values() for b in unit]
     return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
-
-
-def _make_compute(module: torch.nn.Module, spec: UnitSpec, exchange: ExpertDispatch) -> Compute:
-    """A call of the module with the keyword arguments that it accepts."""
-
-    def compute(inputs: Sequence[torch.Tensor], sight: SequenceView) -> torch.Tensor:
-        given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange}
-        out: torch.Tensor = module(*inputs, **{name: given[name] for name in spec.takes})
-        return out
-
-    return compute
 
 
 def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:

@@ -24,10 +24,13 @@ from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
 from superstep.engine.parallel.tensor import own_part
 from superstep.kernels.cross_entropy import apply_temperature
+from superstep.model.custom.dropout import run_with_noise
 from superstep.model.decoder import Head
+from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
+from superstep.numerics.noise import CurrentNoise, FindHeld
 from superstep.numerics.objective import LossTarget, objective_sum
 
 Compute = Callable[[Sequence[Tensor], SequenceView], Tensor]
@@ -48,6 +51,27 @@ def build_module(
     if context.is_compiled:
         module.compile(dynamic=False)
     return module, chosen
+
+
+def make_compute(
+    module: nn.Module, spec: UnitSpec, exchange: ExpertDispatch, noise: CurrentNoise, held: FindHeld
+) -> Compute:
+    """A call of the module with the keyword arguments that it accepts.
+
+    Args:
+        module: the unit's.
+        spec: of the unit.
+        exchange: of mixtures of experts.
+        noise: of the unit's dropout modules.
+        held: the elements of random tensors that this rank holds.
+    """
+
+    def compute(inputs: Sequence[Tensor], sight: SequenceView) -> Tensor:
+        given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange, "noise": None}
+        here = {name: given[name] for name in spec.takes}
+        return run_with_noise(module, noise, inputs, here, sight.place, f"{spec.name}.", held)
+
+    return compute
 
 
 def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, compute: torch.dtype) -> None:

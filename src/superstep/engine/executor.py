@@ -7,7 +7,7 @@ gradients are final after its backward and can be reduced at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from superstep.model.custom.inspect import UnitOutput
 from superstep.model.unit import INPUT, Source, start_graph
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.fixed_point import RangeExcess
+from superstep.numerics.noise import NoisePlace
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.needed_values import NeededValues, Value
@@ -54,6 +55,7 @@ class RankUnits:
         begin: called with the number of a microbatch before any computation with it.
         excess: overflows of exact sums.
         sight: attention and positions of a microbatch, by its document starts.
+        place: of the random numbers of the microbatch with a number.
     """
 
     mesh: Mesh
@@ -72,6 +74,7 @@ class RankUnits:
     begin: Callable[[StepContext, int], None]
     excess: RangeExcess
     sight: Callable[[Tensor | None], SequenceView]
+    place: Callable[[StepContext, int], NoisePlace]
 
     @property
     def layers(self) -> str:
@@ -149,7 +152,10 @@ class Executor:
             self._received, self._uses = find_received_values(program, place), program.count_uses(place)
         flight = self._flight = _Flight(
             context,
-            [self._machine.sight(microbatch.starts) for microbatch in context.microbatches],
+            [
+                replace(self._machine.sight(microbatch.starts), place=self._machine.place(context, m))
+                for m, microbatch in enumerate(context.microbatches)
+            ],
             UnitValues(self._uses),
             # fp64 whatever the unit's own dtype: there may be many microbatches.
             torch.zeros((), dtype=torch.float64, device=device),

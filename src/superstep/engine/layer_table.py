@@ -3,6 +3,7 @@
 In place of the layer, the first that applies:
 
     the loss        the head's product, which the loss multiplies by itself, a chunk of tokens at a time
+    dropout         random numbers by place
     exact mode      sums of one order                                              numerics.exact
     compiled        torch.compile's code; gradients are added when whole           numerics.compile
     fast mode       kernels for norms, gates and the rotary embedding              numerics.kernels
@@ -12,12 +13,12 @@ Around it, inner ones first, all that apply:
 
     tensor parallel     a lookup or a product is summed, an input enters, the unit's output is split
     experts             each tp rank has its share of the tokens
-    compiled            experts stay out of torch.compile
+    compiled            experts and dropout stay out of torch.compile
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +32,11 @@ from superstep.engine.layers.implementation import Choice, Forward, Implementati
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
+from superstep.model.custom.dropout import drop_by_place, is_dropout
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
+from superstep.numerics.noise import CurrentNoise
 from superstep.plan.rules import Rules
 
 
@@ -48,6 +51,7 @@ class LayerContext:
         sequence_parallel: the stream is split over the sequence.
         is_first: the unit takes the input, with whole sequences.
         is_compiled: torch.compile makes its code.
+        noise: of the unit's forward, for its dropout.
         kernels: of the loss, norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
         is_users: the model is a user's own.
@@ -59,6 +63,7 @@ class LayerContext:
     sequence_parallel: bool
     is_first: bool
     is_compiled: bool
+    noise: CurrentNoise = field(default_factory=CurrentNoise)
     kernels: LayerKernels = "torch"
     exact: ExactLayers | None = None
     is_users: bool = False
@@ -70,13 +75,14 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    to_loss = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
+    first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
+    first += dropping_by_place(context.noise)
     if context.exact is not None:
-        return to_loss + (exact_user_layers if context.is_users else exact_layers)(spec, context.exact)
+        return first + (exact_user_layers if context.is_users else exact_layers)(spec, context.exact)
     if context.is_compiled:
-        return to_loss + accumulating_after()
+        return first + accumulating_after()
     fused = list_fused_layers(context.kernels)
-    return to_loss + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
+    return first + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
 
 
 def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
@@ -111,6 +117,18 @@ def keep_for_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "to
     )
 
 
+def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
+    """Dropout of the numbers that belong to its place."""
+    return (
+        Implementation(
+            "dropout by place",
+            "model",
+            lambda path, layer: is_dropout(layer),
+            lambda path, layer, inner: drop_by_place(path, layer, noise),
+        ),
+    )
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -125,6 +143,12 @@ _NOT_COMPILED = (
         "outside torch.compile",  # an expert's number of rows is only known at run time
         "numerics.compile",
         lambda path, layer: isinstance(layer, MixtureOfExperts),
+        _outside_compile,
+    ),
+    Implementation(
+        "outside torch.compile",  # a step's number would be compiled in
+        "numerics.compile",
+        lambda path, layer: is_dropout(layer),
         _outside_compile,
     ),
 )

@@ -56,6 +56,11 @@ def rows_at(plan: Plan, place: int) -> slice:
     return slice(place * count, (place + 1) * count)
 
 
+def first_row(plan: Plan, mesh: Mesh, count: int, m: int) -> int:
+    """The number in the global batch of the first row of a rank's ``m``-th of ``count`` microbatches."""
+    return (mesh.at.dp * count + m) * plan.microbatch
+
+
 def microbatches(
     tokens_BS: Tensor,
     targets_BS: Tensor,

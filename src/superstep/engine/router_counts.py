@@ -13,6 +13,7 @@ import torch
 
 from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Mesh
+from superstep.engine.microbatch import first_row
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.step_context import StepContext
 from superstep.model.expert_dispatch import DispatchContext, LayerRouterCounts
@@ -96,19 +97,19 @@ class ExpertRouting:
 
     def __init__(self, run: Resolved, mesh: Mesh) -> None:
         moe, train = run.decoder.moe if run.decoder else None, run.config.train
-        self._microbatch, self._seed, self._dp = run.plan.microbatch, train.seed, (mesh.at.dp, mesh.shape.dp)
+        self._plan, self._mesh, self._seed = run.plan, mesh, train.seed
         self.exchange = build_exchange(run, mesh)
         self.counts = RouterCounts(moe, run.shape.layers, train.batch_sequences, mesh) if moe else None
 
     def begin(self, context: StepContext, m: int) -> None:
         """Set the sequences of the ``m``-th microbatch in the exchange."""
-        (place, ways), count = self._dp, len(context.microbatches)
-        first = (place * count + m) * self._microbatch
+        count, rows = len(context.microbatches), self._plan.microbatch
+        first = first_row(self._plan, self._mesh, count, m)
         self.exchange.now = DispatchContext(
-            sequences=tuple(range(first, first + self._microbatch)),
-            batch_sequences=count * self._microbatch * ways,
+            sequences=tuple(range(first, first + rows)),
+            batch_sequences=count * rows * self._mesh.shape.dp,
             seed=self._seed,
-            step=context.number - 1 if context.is_training else None,
+            step=context.noise_step,
         )
 
     def end(self, *, is_counted: bool) -> None:

@@ -50,7 +50,7 @@ class StepContext:
         metrics: the loss, and metrics of the tokens.
         scale: factor of the loss's gradient: one over the divisor of the whole step.
         number: of the training step that the run is part of, or follows.
-        is_training: whether routers draw noise as in training.
+        is_training: whether dropout and routers draw as in training.
         update: of a ``Step`` in the program.
         record: records when each instruction ran.
     """
@@ -63,6 +63,11 @@ class StepContext:
     is_training: bool = False
     update: UpdateArguments | None = None
     record: Recorder | None = None
+
+    @property
+    def noise_step(self) -> int | None:
+        """The step that random numbers belong to, from 0; None in evaluation."""
+        return self.number - 1 if self.is_training else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

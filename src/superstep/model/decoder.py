@@ -117,6 +117,7 @@ class Block(nn.Module):
         self.self_attn = Attention(shape, rope, layer)
         self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
         self.mlp = MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn)
+        self.dropout = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
 
     def forward(
         self,
@@ -126,9 +127,10 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
-        h_BSD = h_BSD + self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
+        attended_BSD = self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
+        h_BSD = h_BSD + self.dropout(attended_BSD)
         given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
-        h_BSD = h_BSD + self.mlp(self.post_attention_layernorm(h_BSD), **given)
+        h_BSD = h_BSD + self.dropout(self.mlp(self.post_attention_layernorm(h_BSD), **given))
         return h_BSD
 
 

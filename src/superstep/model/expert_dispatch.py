@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
-from superstep.numerics.position_rng import standard_normal
+from superstep.numerics.noise import Noise, NoisePlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,9 @@ class LocalDispatch:
         now = self.now
         if now.step is None or not width:
             return None
-        keys = [f"router:{now.seed}:{now.step}:{layer}:{sequence}" for sequence in now.sequences]
-        return torch.stack([standard_normal(key, S, width) for key in keys])
+        like = torch.empty(1, S, width, device="cpu")
+        places = (NoisePlace(seed=now.seed, step=now.step, sample=n, is_training=True) for n in now.sequences)
+        return torch.cat([Noise(place).normal(f"router.{layer}", like) for place in places])
 
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
         order_R, rows_E = sort_by_expert(expert_Tk, experts.held)

@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from superstep.model.custom.dropout import run_with_noise, serve_dropouts
 from superstep.model.decoder import flash
+from superstep.numerics.noise import EVALUATION, NoisePlace
 from superstep.plan.model.outline import Factor
 
 
@@ -65,7 +67,7 @@ class UnitSpec:
     the output of the unit before; of the first unit the input of the batch.
     """
     takes: tuple[str, ...] = ()
-    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``."""
+    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``noise``."""
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
     entropy of logits [..., V] and class numbers [...].
@@ -107,8 +109,8 @@ def start_graph(taken: Sequence[Tensor], sources: Sequence[Source], *, has_param
     ]
 
 
-GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None}
-"""Keyword arguments of a unit on one device."""
+GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "noise": None}
+"""Keyword arguments of a unit on one device. Each forward has a ``numerics.noise.Noise`` of its own."""
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
@@ -162,6 +164,7 @@ class UnitGraph(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
         self.sources = list_sources(units)
+        self.noises = [(f"{unit.name}.", serve_dropouts(part)) for unit, part in zip(units, self.units, strict=True)]
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
         for unit, module in zip(units, self.units, strict=True):
@@ -172,13 +175,15 @@ class UnitGraph(nn.Module):
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))
 
-    def forward(self, x: Tensor | Fields, **others: Any) -> Tensor:  # noqa: ANN401
+    def forward(self, x: Tensor | Fields, *, place: NoisePlace = EVALUATION, **others: Any) -> Tensor:  # noqa: ANN401
         """The last unit's output, of the input or of all fields; ``others`` replace the keyword arguments of one
         device.
         """
         fields = {INPUT: x} if isinstance(x, Tensor) else x
         values: list[Tensor] = []
-        for module, sources, given in zip(self.units, self.sources, self.given, strict=True):
-            taken = (fields[of] if isinstance(of, str) else values[of - 1] for of in sources)
-            values.append(module(*taken, **given | {name: value for name, value in others.items() if name in given}))
+        parts = zip(self.units, self.sources, self.given, self.noises, strict=True)
+        for module, sources, given, (prefix, current) in parts:
+            taken = [fields[of] if isinstance(of, str) else values[of - 1] for of in sources]
+            here = given | {name: value for name, value in others.items() if name in given}
+            values.append(run_with_noise(module, current, taken, here, place, prefix))
         return values[-1]

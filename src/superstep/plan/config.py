@@ -57,6 +57,8 @@ class ModelConfig:
     """Whether the head uses the embedding's matrix."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised per head (Qwen3)."""
+    dropout: float = 0.0
+    """In training, the share of the outputs of attention and feed-forward that is dropped in each block."""
     experts: int | None = None
     """Experts in each block (E), instead of its one feed-forward."""
     experts_per_token: int | None = None

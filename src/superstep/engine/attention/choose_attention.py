@@ -19,6 +19,7 @@ from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, flash
 from superstep.numerics.fixed_point import ACTIVATION, RangeExcess
+from superstep.numerics.noise import EVALUATION, NoisePlace
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
@@ -41,15 +42,17 @@ class GatheredKeys:
 
 @dataclass(frozen=True, slots=True)
 class SequenceView:
-    """Attention and positions of a microbatch's sequences.
+    """Attention and positions of a microbatch's sequences, and the place of its random numbers.
 
     Attributes:
         attend: the attention of the plan.
         positions: of this rank's tokens, [S] or [B, S], where they are not 0, 1, 2, ...
+        place: of random numbers.
     """
 
     attend: Attend
     positions: Tensor | None
+    place: NoisePlace = EVALUATION
 
 
 def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Tensor | None], SequenceView]:

@@ -40,6 +40,8 @@ KERNELS: Mapping[str, str] = {
     "gelu_backward": "exp",
     "tanh": "exp",
     "sigmoid": "exp",
+    "drop": "exp",
+    "random_words": "exp",
     "rms_norm": "norm",
     "rms_norm_backward": "norm",
     "turn": "norm",

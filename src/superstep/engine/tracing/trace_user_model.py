@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import cut, partial_names
 from superstep.engine.layers.implementation import install
+from superstep.engine.parallel.noise import CutNoise
 from superstep.engine.parallel.tensor import Boundaries, Boundary, splitting
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import UnitOutput, as_fields, build, run
+from superstep.model.custom.inspect import UnitOutput, as_fields, build, find_drawn, run
 from superstep.model.decoder import flash
 from superstep.model.unit import GIVEN, Fields, UnitSpec, list_sources, takes_only_fields
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.parameters import has_cut_output
+
+FIRST = Coordinate(pp=0, dp=0, cp=0, tp=0)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def rehearse(
             "rule of that axis in plan.rules to 'none'."
         )
     fields = as_fields(example, torch.float32)
+    drawn = find_drawn(specs, example, torch.float32, where)
+    held = CutNoise(drawn.get, plan.mesh, FIRST, resolved.config.data.sequence_tokens)
     for number, (spec, sources) in enumerate(zip(specs, list_sources(specs), strict=True)):
         taken = [fields[of] if isinstance(of, str) else _part(between[of], ways) for of in sources]
         module = _cut_module(spec, resolved, is_first=takes_only_fields(sources), where=where)
@@ -75,7 +80,7 @@ def rehearse(
 
         given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}
         try:
-            out = run(module, spec, taken, sources, given, where)
+            out = run(module, spec, taken, sources, given, where, held)
         except ConfigError as error:
             raise ConfigError(f"{error} So it is with {_how(resolved)}; {_mend(resolved)}.") from error
         wanted = _part(between[number + 1], ways).shape
@@ -100,7 +105,7 @@ def _cut_module(spec: UnitSpec, resolved: Resolved, *, is_first: bool, where: st
     for local, param in spec.params.items():
         path, _, leaf = local.rpartition(".")
         whole = module.get_parameter(local)
-        part = whole[cut(param, tuple(whole.shape), plan.mesh, Coordinate(pp=0, dp=0, cp=0, tp=0), plan.rules)]
+        part = whole[cut(param, tuple(whole.shape), plan.mesh, FIRST, plan.rules)]
         setattr(module.get_submodule(path), leaf, nn.Parameter(part.detach().clone()))
     group = cast(Group, _Alone(plan.mesh.tp))
     around = splitting(

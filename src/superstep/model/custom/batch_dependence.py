@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from superstep.errors import ConfigError
+from superstep.model.custom.dropout import run_with_noise, serve_dropouts
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec, initial
+from superstep.numerics.noise import NoisePlace
 
 ROWS = 3
 MOST_PARAMETERS = 2**18
@@ -60,9 +62,14 @@ def _outputs(
         parameter.copy_(initial(spec.params[local], parameter.shape, 0))
     drawn = [_draw_rows(like, generator) for like in likes]
     rows, others = [rows for rows, _ in drawn], [others for _, others in drawn]
+    current = serve_dropouts(module)
+
+    def run(inputs: Sequence[Tensor]) -> Tensor:
+        return run_with_noise(module, current, inputs, given, NoisePlace(is_training=True), f"{spec.name}.")
+
     try:
-        first, again = (module(*(x.clone() for x in rows), **given) for _ in range(2))
-        outputs = first, again, module(*others, **given)
+        first, again = (run([x.clone() for x in rows]) for _ in range(2))
+        outputs = first, again, run(others)
     except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):  # the unit may not accept such numbers
         return None
     is_known = all(out.shape[:1] == (ROWS,) and bool(out.isfinite().all()) for out in outputs)

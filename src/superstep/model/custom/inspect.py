@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
+from superstep.model.custom.dropout import run_with_noise, serve_dropouts
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
 from superstep.model.unit import GIVEN, INPUT, Fields, ParamSpec, Source, UnitSpec, list_sources, start_graph
+from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace, hold_whole
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
@@ -151,6 +153,7 @@ def pass_through(
     compute: torch.dtype,
     where: str,
     given: Mapping[str, Any] = GIVEN,
+    held: FindHeld = hold_whole,
 ) -> tuple[UnitOutput, ...]:
     """The input of the first unit, and the output of each, for an input like ``example``.
 
@@ -160,6 +163,7 @@ def pass_through(
         compute: the dtype of parameters and activations.
         where: the source of the units.
         given: keyword arguments of units.
+        held: called with each tensor of random numbers.
 
     Raises:
         ConfigError: a unit does not run, returns no tensor, or changes its input or buffers.
@@ -171,7 +175,7 @@ def pass_through(
         module = build(spec, where).to(compute)
         here = {name: given[name] for name in spec.takes}
         taken = [fields[of] if isinstance(of, str) else values[of - 1] for of in sources]
-        values.append(run(module, spec, taken, sources, here, where))
+        values.append(run(module, spec, taken, sources, here, where, held))
         check_rows(spec, taken, here, where)
     first = next(iter(fields.values()))
     return tuple(UnitOutput(x.shape, x.dtype) for x in (first, *values))
@@ -186,6 +190,20 @@ def as_fields(example: Tensor | Fields, compute: torch.dtype) -> dict[str, Tenso
     }
 
 
+def find_drawn(
+    specs: Sequence[UnitSpec], example: Tensor | Fields, compute: torch.dtype, where: str
+) -> dict[str, torch.Size]:
+    """The shape of each tensor of random numbers of one sample, by its name; else as ``pass_through``."""
+    drawn: dict[str, torch.Size] = {}
+
+    def note(name: str, shape: torch.Size, device: torch.device) -> HeldElements:
+        drawn[name] = shape
+        return hold_whole(name, shape, device)
+
+    pass_through(specs, example, compute, where, held=note)
+    return drawn
+
+
 def run(
     module: nn.Module,
     spec: UnitSpec,
@@ -193,6 +211,7 @@ def run(
     sources: Sequence[Source],
     given: Mapping[str, object],
     where: str,
+    held: FindHeld = hold_whole,
 ) -> Tensor:
     """A unit's output on the meta device; raises as ``pass_through`` does."""
     buffers = dict(module.named_buffers())
@@ -200,9 +219,10 @@ def run(
     # No leaves, so that a change in place is detected here.
     inputs = [x.clone() for x in start_graph(taken, sources, has_parameters=bool(spec.params))]
     versions, random = [x._version for x in inputs], RandomOperations()
+    current, place = serve_dropouts(module), NoisePlace(is_training=True)
     try:
         with torch.enable_grad(), random:
-            out = module(*inputs, **given)
+            out = run_with_noise(module, current, inputs, given, place, f"{spec.name}.", held)
     except Exception as error:
         shapes = " and ".join(str(list(x.shape)) for x in inputs)
         raise ConfigError(f"{where}: unit '{spec.name}' does not run on an input {shapes}: {_line(error)}") from error
@@ -232,7 +252,8 @@ def _check_randomness(random: RandomOperations, spec: UnitSpec, where: str) -> N
     if random.names:
         raise ConfigError(
             f"{where}: unit '{spec.name}' draws random numbers as it runs ({random.names[0]}), so that no two layouts "
-            "would compute the same; leave dropout and noise out, or set their share to 0."
+            "would compute the same; drop with a torch.nn.Dropout module, draw from the argument noise "
+            "(takes = ('noise',)), or leave it out."
         )
 
 

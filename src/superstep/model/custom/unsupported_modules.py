@@ -1,7 +1,7 @@
 """Modules that cannot be trained in parallel, because their results depend on the layout: refused by name.
 
 Layers are recognised by their class and options; random operations in a forward are detected when it runs, by torch's
-tags. The engine has no stream of random numbers for each position, which alone would be the same on every layout.
+tags. Only random numbers by place are the same on every layout (``numerics.noise``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superstep.errors import ConfigError
+from superstep.model.custom.dropout import is_dropout
 
 SHARES = ("p", "dropout_p", "dropout")
 """Names of the dropped share in operations' arguments."""
@@ -74,14 +75,17 @@ def _statistics(part: nn.Module) -> str:
 
 
 def _randomness(part: nn.Module) -> str:
-    share = 0.0
+    share, mend = 0.0, ""
     if isinstance(part, _DropoutNd):
-        share, name = part.p, "p"
+        if is_dropout(part):
+            return "drops in place; leave inplace out." if part.inplace and part.p > 0 else ""
+        share, name, mend = part.p, "p", "use torch.nn.Dropout, or "
     elif isinstance(part, nn.MultiheadAttention | nn.RNNBase):
         share, name = part.dropout, "dropout"
     if share > 0:
         return (
-            f"drops at random ({name} = {share:g}), so that no two layouts would compute the same; set its {name} to 0."
+            f"drops at random ({name} = {share:g}), so that no two layouts would compute the same; {mend}set its "
+            f"{name} to 0."
         )
     return ""
 

@@ -71,7 +71,7 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
     if "layers" in over and base.full_layers:  # the pattern goes on, with one full layer at least
         full = [layer for layer in range(over["layers"]) if layer % base.layers in base.full_layers]
         over["full_layers"] = tuple(full) or (over["layers"] - 1,)
-    shape = replace(base, moe=_mixture(config, base.moe), **over)
+    shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, **over)
     check_shape(shape)
     return shape
 

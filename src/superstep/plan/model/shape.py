@@ -115,6 +115,7 @@ class ModelShape:
         full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma).
         sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
+        dropout: the share of the outputs of attention and feed-forward that training drops.
         moe: the experts of each block; None for one feed-forward.
         dense_layers, dense_ffn: blocks before the first with experts, and their feed-forward's inner width.
         latent: narrow widths of attention; None for plain attention.
@@ -139,6 +140,7 @@ class ModelShape:
     full_layers: tuple[int, ...] = ()
     sinks: bool = False
     init_std: float = 0.02
+    dropout: float = 0.0
     moe: MoeShape | None = None
     dense_layers: int = 0
     dense_ffn: int = 0

@@ -48,7 +48,7 @@ AT_LEAST = {
 ABOVE_ZERO = ("train.lr", "train.clip_norm", "train.eps", "observe.peak_flops")
 """Fields above zero, and finite."""
 
-SHARES = ("train.beta1", "train.beta2", "data.validation_fraction")
+SHARES = ("model.dropout", "train.beta1", "train.beta2", "data.validation_fraction")
 """Fields from zero to below one."""
 
 

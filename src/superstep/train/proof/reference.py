@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from superstep.data.batch import Batch
 from superstep.engine.microbatch import example_of
 from superstep.model.axes import units
+from superstep.model.custom.dropout import run_with_noise, serve_dropouts
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
+from superstep.numerics.noise import NoisePlace
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -79,6 +81,7 @@ def reference_steps(
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
     exchange = LocalDispatch()
     model = Decoder(shape)
+    current = serve_dropouts(model)
     specs = list(parameters(model, units(shape)).values())
     with torch.no_grad():
         for spec, param in specs:
@@ -86,8 +89,8 @@ def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
 
     def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
         exchange.now = now
-        logits: Tensor = model(fields[INPUT], exchange=exchange, **sight)
-        return logits
+        # A module's path in the decoder is its unit's name and its path in that.
+        return run_with_noise(model, current, [fields[INPUT]], {"exchange": exchange, **sight}, _place(now))
 
     return forward, specs
 
@@ -107,10 +110,15 @@ def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
     model = UnitGraph(specs, seed)
 
     def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
-        out: Tensor = model(fields, **sight)
+        out: Tensor = model(fields, place=_place(now), **sight)
         return out
 
     return forward, list(model.parts.values())
+
+
+def _place(now: DispatchContext) -> NoisePlace:
+    """Of a row's random numbers."""
+    return NoisePlace(seed=now.seed, step=now.step or 0, sample=now.sequences[0], is_training=now.step is not None)
 
 
 @torch.no_grad()

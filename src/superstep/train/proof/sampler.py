@@ -140,7 +140,7 @@ def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[
     samplings = [Sampling(seed=n, max_tokens=TOKENS, ignore_eos=True) for n in range(len(prompts))]
     answers = generate(engine, prompts, samplings)
     engine.end()
-    decoder = Decoder(run.shape)
+    decoder = Decoder(run.shape).eval()
     load_weights(checkpoint, global_tensors(decoder, units(run.shape)))
     allowed = NEAR if compute == "fp32" else NEAR_BF16
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -1,4 +1,5 @@
-"""prove: the stream of a run against plain code, on each rank, independent of the proof's own batches.
+"""prove: the stream of a run and the place of its random numbers against plain code, on each rank, independent of the
+proof's own batches.
 
     cursor 0, the batch behind it, the batch in which an epoch ends      training: packed, masked, padded
     cursor 0, the batch behind it                                        validation: the same
@@ -18,7 +19,9 @@ from superstep.data.samples.sample_file import SampleFile
 from superstep.data.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.engine.microbatch import rows
+from superstep.engine.parallel.noise import noise_place
 from superstep.numerics.loss import IGNORE
+from superstep.numerics.noise import NoisePlace
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.plain_samples import PlainSamples, sample_fault
@@ -26,6 +29,9 @@ from superstep.train.proof.plain_stream import PlainSplit, Row
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
 """Kinds of rows: ``data.packed`` and ``data.document_mask``."""
+
+STEP = 5
+"""Any, of which random numbers are compared."""
 
 
 def plain_split(config: RunConfig, source: Source, split: SplitName) -> PlainSplit | PlainSamples:
@@ -78,6 +84,24 @@ def _samples_fault(config: RunConfig, samples: SampleFile, mine: slice, rank: in
             fault = sample_fault(stream.batch(sample, mine), plain.batch(sample, size), mine)
             if fault:
                 return f"the {split} stream: the batch at sample {sample}: rank {rank}: {fault}"
+    return ""
+
+
+def noise_fault(run: Resolved, mesh: Mesh) -> str:
+    """A difference between the place of this rank's random numbers and that of plain code, in words; empty without."""
+    plan = run.plan
+    for m in range(plan.microbatches):
+        place = noise_place(run, mesh, STEP, plan.microbatches, m)
+        wanted = NoisePlace(
+            seed=run.config.train.seed,
+            step=STEP,
+            sample=rows(plan, mesh).start + m * plan.microbatch,
+            is_training=True,
+        )
+        for name in ("seed", "step", "sample", "is_training"):
+            ours, plain = getattr(place, name), getattr(wanted, name)
+            if ours != plain:
+                return f"random numbers of rank {mesh.rank}, microbatch {m}: the {name} is {ours}, not {plain}"
     return ""
 
 
