@@ -34,8 +34,8 @@ from superstep.strict.torch_cuda import find_stream
 WATCHDOG_FIRST = timedelta(minutes=1)
 """Extra time of a message over a call: the watchdog should report a hang first."""
 
-LOOK_S = 1.0
-"""Seconds after which a waiting host checks who is missing."""
+POLL_S, LOOK_S = 0.01, 1.0
+"""Seconds after which a waiting host asks the store again, and after which it checks who is missing."""
 
 Run = Callable[[GlooTransport, Views, Views], None]
 
@@ -160,27 +160,28 @@ class Communicator(dist.ProcessGroup):
         for use in uses:
             self._store.set(f"{use}: {self.rank()}", "came")
         awaited = {f"{use}: {member}": (use, member) for use, members in uses.items() for member in members}
-        deadline_s = time.monotonic() + limit.total_seconds()
+        began_s = time.monotonic()
+        deadline_s, look_s = began_s + limit.total_seconds(), began_s + LOOK_S
         with self.watchdog.waiting_host() as wait:
-            while True:
-                left_s = deadline_s - time.monotonic()
-                try:
-                    # A timeout of zero would be endless (kNoTimeout in torch/csrc/distributed/c10d/Store.hpp).
-                    self._store.wait(list(awaited), timedelta(seconds=min(max(left_s, 0.01), LOOK_S)))
+            # A store in a file counts its own timeouts in whole seconds (FileStore::wait in torch's FileStore.cpp).
+            while not self._store.check(list(awaited)):
+                time.sleep(POLL_S)
+                is_over = time.monotonic() >= deadline_s or self._is_aborted
+                if not is_over and time.monotonic() < look_s:
+                    continue
+                missing = [awaited[key] for key in awaited if not self._store.check([key])]
+                if not missing:
                     return
-                except RuntimeError as late:
-                    missing = [awaited[key] for key in awaited if not self._store.check([key])]
-                    if not missing:
-                        return
-                    use = missing[0][0]
-                    ranks = [self.ranks[member] for other, member in missing if other == use]
-                    line = self.device.caller()
-                    wait.why = f"communicator {self._name}: ranks {ranks} of it have not come to '{use}' ({line})"
-                    if left_s <= 0 or self._is_aborted:
-                        raise dist.DistBackendError(
-                            f"{wait.why} within {limit.total_seconds():g} s; every rank has to make each group "
-                            "(new_group) and to use it first in one order"
-                        ) from late
+                look_s += LOOK_S
+                use = missing[0][0]
+                ranks = [self.ranks[member] for other, member in missing if other == use]
+                line = self.device.caller()
+                wait.why = f"communicator {self._name}: ranks {ranks} of it have not come to '{use}' ({line})"
+                if is_over:
+                    raise dist.DistBackendError(
+                        f"{wait.why} within {limit.total_seconds():g} s; every rank has to make each group (new_group) "
+                        "and to use it first in one order"
+                    )
 
     def _connect(self, index: int) -> tuple[int, GlooTransport]:
         """The queue of the communicator on a GPU, created at its first use; members wait for each other."""
