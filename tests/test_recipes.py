@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from digits import write_digits
 from superstep.cli.flags.options import DEMO
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
@@ -25,6 +26,7 @@ WORLD = {
     "denseformer": 2,
     "dp_zero3": 2,
     "exact": 2,
+    "lenet": 2,
     "llama3-8b": 64,
     "long_context": 4,
     "own_model": 2,
@@ -37,9 +39,11 @@ WORLD = {
 
 
 @pytest.fixture(autouse=True)
-def _root(monkeypatch):
-    """Paths in a recipe start at the repository."""
-    monkeypatch.chdir(FOLDER.parent)
+def _root(monkeypatch, tmp_path):
+    """Paths in a recipe start at the repository; here at a folder with the recipes, and digits to read."""
+    (tmp_path / "recipes").symlink_to(FOLDER)
+    write_digits(tmp_path / "runs" / "digits")
+    monkeypatch.chdir(tmp_path)
 
 
 def recipe(name):

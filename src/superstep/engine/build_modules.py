@@ -8,6 +8,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -78,7 +79,8 @@ def fill_buffers(module: nn.Module, spec: UnitSpec, device: torch.device, comput
     """Fill the module's buffers, such as a mask, from a copy that is built with memory."""
     if next(module.buffers(), None) is None:
         return
-    with torch.device(device):
+    # A copy of a tensor that has values cannot be made of fake memory.
+    with unset_fake_temporarily(), torch.device(device):
         made = spec.build()
     for local, buffer in made.named_buffers():
         path, _, leaf = local.rpartition(".")
