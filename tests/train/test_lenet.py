@@ -14,7 +14,6 @@ from digits import write_digits
 from superstep.cli.main import main
 from superstep.data.samples.idx import read_idx
 from superstep.data.samples.noise import noise_of
-from superstep.model.unit import UnitSequence
 from superstep.plan.config import RunConfig
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -39,11 +38,11 @@ def test_the_model_has_the_parameters_of_the_paper():
     """60,000 trained ones by section II.B: 156, 12, 1516, 32, 48120, 10164 of its layers; and logits."""
     lenet = load("lenet")
     units = lenet.units(RunConfig())
-    model = UnitSequence(units, 0)
-    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    table = model.units[1][0].reads
+    modules = [unit.build() for unit in units]
+    assert torch.nn.Sequential(*modules)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    table = modules[1][0].reads
     assert table.sum(1).flatten().tolist() == [3] * 6 + [4] * 9 + [6]
-    of_layer = [sum(p.numel() for p in unit.parameters()) for unit in model.units]
+    of_layer = [sum(p.numel() for p in unit.parameters()) for unit in modules]
     unread = int((1 - table).sum()) * 25
     assert of_layer[0] == 156 + 12
     assert of_layer[1] - unread == 1516 + 32
