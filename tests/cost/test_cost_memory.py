@@ -24,7 +24,7 @@ from superstep.engine.build_modules import build_loss, build_module, on_part, se
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import LayerContext
-from superstep.engine.layers.grad_accumulation import GradientSums, input_gradient
+from superstep.engine.layers.grad_accumulation import GradientSums, input_gradients
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import LossTarget
@@ -285,12 +285,12 @@ def between(run, unit, **how):
         edge = get_gradient_edge(y)
         gradient = torch.ones_like(y)
         del y
-        found, later = input_gradient(made.x, edge, gradient, made.parameters, made.sums)
+        found, later = input_gradients([made.x], edge, gradient, made.parameters, made.sums)
         del edge, gradient
     sizes = born.alive()
-    if found is not None:
+    if found:
         # The input is gone by then, and its gradient on its way.
-        for gone in (found, made.x):
+        for gone in (*found, made.x):
             sizes.pop(gone.untyped_storage().data_ptr(), None)
     assert later
     return sum(size for address, size in sizes.items() if address not in made.own)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_straight, input_gradient
+from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_straight, input_gradients
 from superstep.engine.layers.implementation import install
 from superstep.model.norm import RMSNorm
 
@@ -55,7 +55,9 @@ def test_two_halves_give_the_bits_of_a_whole_backward(of_tokens, dtype):
         edge = get_gradient_edge(module(start))
         parameters = tuple(module.parameters())
         if is_in_two:
-            found, later = input_gradient(start, edge, gradient, [(p, p.grad.add_) for p in parameters], sums)
+            adders = [(p, p.grad.add_) for p in parameters]
+            gradients, later = input_gradients([start], edge, gradient, adders, sums)
+            found = gradients[0] if gradients else None
             assert all(torch.equal(p.grad, torch.ones(p.shape)) for p in parameters), "a buffer was touched"
             with torch.no_grad():
                 for add in later:
@@ -142,6 +144,13 @@ def test_after_a_pass_that_failed_sums_are_done_at_once_again():
     x = torch.ones(2, requires_grad=True)
     edge = get_gradient_edge(x * 2)
     with pytest.raises(RuntimeError):
-        input_gradient(x, edge, torch.ones(3), (), sums)
+        input_gradients([x], edge, torch.ones(3), (), sums)
     sums.do(lambda: done.append(1))
     assert done == [1]
+
+
+def test_of_several_inputs_those_that_need_one_have_their_own_gradient():
+    a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    edge = get_gradient_edge(a * 2 + b * torch.arange(3) * 5)
+    gradients, _ = input_gradients([a, torch.arange(3), b], edge, torch.ones(3), (), GradientSums())
+    assert [x.tolist() for x in gradients] == [[2.0, 2.0, 2.0], [0.0, 5.0, 10.0]]
