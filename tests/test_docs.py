@@ -450,7 +450,7 @@ def test_every_made_block_is_on_a_page(made):
 
 def test_a_page_that_is_out_of_date_is_seen(made):
     page = text_of(ROOT / "docs" / "explanation" / "program.md")
-    assert page.count("<!-- made: ") == 2
+    assert page.count("<!-- made: ") == 3
     assert made.filled(page.replace("send act u2 m1 to 1", "send act u2 m1 to 2")) == page
     assert made.configuration().count("| `zero` |") == 1
 
