@@ -28,11 +28,11 @@ TOKENS = 32
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
 
 
-def config(*, router=None, lora=False, documents=False, head_dim=8, exact=False, compute="fp32", **plan):
+def config(*, router=None, lora=False, documents=False, head_dim=8, exact=False, compute="fp32", dropout=0.0, **plan):
     """A run with heads and experts of widths that kernels for GPUs take."""
     plan = {"layers": small.layers_for(plan), "microbatch": small.microbatch_for(plan)} | plan
     found = small.config(packed=documents, masked=documents, compute=compute, **plan)
-    model = replace(found.model, heads=4, kv_heads=2, head_dim=head_dim)
+    model = replace(found.model, heads=4, kv_heads=2, head_dim=head_dim, dropout=dropout)
     if router is not None:
         model = replace(model, experts=4, router=router, ffn=24, shared_experts=1, balance_weight=0.2, z_weight=0.05)
     return replace(
@@ -94,6 +94,7 @@ LAYOUTS = {
     "documents experts": {"documents": True, "router": "dropless", "cp": 2, "ep": 2},
     "untied pp": {"tied": False, "pp": 2},
     "tied pp bf16": {"tied": True, "pp": 2, "compute": "bf16"},
+    "dropout dp bf16": {"dropout": 0.2, "dp": 2, "zero": 2, "compute": "bf16", "recompute": "selective"},
     "uneven stages": {"pp": 2, "stages": (1, 5)},
     "uneven stages untied": {"pp": 2, "stages": (4, 2), "tied": False, "schedule": "zb-h1"},
 }
@@ -141,6 +142,7 @@ EXACT = {
     "lora": {"lora": True, "tp": 2},
     "documents": {"documents": True, "cp": 2},
     "pp dp bf16": {"pp": 2, "dp": 2, "zero": 2, "schedule": "1f1b", "compute": "bf16"},
+    "dropout": {"dropout": 0.2, "tp": 2, "sequence_parallel": True, "recompute": "full"},
 }
 
 
@@ -158,7 +160,7 @@ def run_exactly(pool, folder, name):
     run = resolve(config(exact=True, **layout))
     alone = {
         key: layout[key]
-        for key in ("router", "lora", "documents", "compute", "microbatch", "head_dim", "tied")
+        for key in ("router", "lora", "documents", "compute", "dropout", "microbatch", "head_dim", "tied")
         if key in layout
     }
     one = resolve(config(exact=True, layers=run.shape.layers, **alone))

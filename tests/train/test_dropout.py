@@ -13,6 +13,8 @@ import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine import build
+from superstep.engine.engine import Engine
+from superstep.engine.microbatch import microbatches_of
 from superstep.engine.parallel.noise import noise_place
 from superstep.engine.tracing.trace_units import layers_of, operations_of
 from superstep.errors import ConfigError
@@ -61,21 +63,19 @@ def source(tmp_path_factory):
     return path
 
 
-def own(source, *, dropout=0.2, compute="fp32", **plan):
+def own(source, *, dropout=0.2, **plan):
     model = ModelConfig(source=str(source), layers=2, width=32, heads=4, vocab=small.VOCAB, dropout=dropout)
-    return replace(
-        small.config(compute=compute, packed=False), model=model, plan=PlanConfig(**({"rules": RULES} | plan))
-    )
+    return replace(small.config(packed=False), model=model, plan=PlanConfig(**({"rules": RULES} | plan)))
 
 
 def decoder(**plan):
-    found = small.config(layers=2, packed=False, exact=True, **({"microbatch": 2} | plan))
-    return replace(
-        found,
-        model=replace(found.model, dropout=0.2),
-        data=replace(found.data, sequence_tokens=32),
-        numerics=replace(found.numerics, exact_chunks=4),
-    )
+    found = small.config(layers=2, packed=False, **({"microbatch": 2} | plan))
+    return exactly(replace(found, model=replace(found.model, dropout=0.2)), chunks=4)
+
+
+def exactly(config, *, chunks=None):
+    numerics = replace(config.numerics, exact=True, exact_chunks=chunks)
+    return replace(config, data=replace(config.data, sequence_tokens=32), numerics=numerics)
 
 
 LAYOUTS = {
@@ -149,6 +149,16 @@ def reference(source, tmp_path_factory):
     write_reference(units_of(run), run.config.train, small.batches(packed=False), folder)
     torch.set_num_threads(threads)
     return str(folder)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("plan", [{"dp": 2, "zero": 3, "recompute": "full"}, {"pp": 2, "schedule": "zb-h1"}], ids=str)
+def test_every_layout_of_ones_own_model_has_the_same_bits(pool, source, tmp_path, plan):
+    """From the start, and from the checkpoint of one rank."""
+    alone, run = (resolve_config(exactly(own(source, rules=(), microbatch=2, **how))) for how in ({"dp": 1}, plan))
+    pool.run(1, _write, alone, str(tmp_path))
+    (verdict,) = pool.run(2, _prove_exact, [run], str(tmp_path), timeout_s=60)[0]
+    assert verdict.is_proven, [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +255,28 @@ def test_a_compiled_model_drops_outside_of_compiled_code():
     (choices,) = [layers for unit, layers in layers_of(run, units_of(run), CPU).items() if unit == 1]
     names = [[row.name for row in choice.chosen] for choice in choices if choice.layer == "Dropout"]
     assert names == [["dropout by place", "outside torch.compile"]]
+
+
+def _losses(rank, world, runs):
+    found = []
+    for run in runs:
+        mesh = build_mesh(run.plan, rank, CPU, timeout=timedelta(seconds=60))
+        engine = Engine(run, units_of(run), mesh)
+        for batch in small.batches(packed=False):
+            steps = microbatches_of(batch, run.plan, mesh)
+            found.append(engine.train_step(steps, valid_tokens=batch.valid_tokens, lr=1e-3).loss)
+        mesh.destroy()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.multiproc
+def test_a_compiled_model_drops_the_same(pool):
+    config = small.config(layers=2, packed=False, microbatch=8)
+    config = replace(config, model=replace(config.model, dropout=0.2))
+    compiled = replace(config, numerics=replace(config.numerics, compile=True))
+    ((eager, second, *others),) = pool.run(1, _losses, [resolve(config), resolve(compiled)], timeout_s=300)
+    assert others == pytest.approx([eager, second], rel=1e-5)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0])
