@@ -30,6 +30,7 @@ CASES = {
     "heads before the sequence": (1, 2, (4, TOKENS, TOKENS), (2, TOKENS, TOKENS), None, 0),
     "zigzag": (2, 1, (TOKENS, 6), (TOKENS // 2, 6), "cp", None),
     "zigzag and columns": (2, 2, (TOKENS, 6), (TOKENS // 2, 3), "cp", 1),
+    "zigzag and as many columns": (2, 2, (TOKENS, TOKENS), (TOKENS // 2, TOKENS // 2), "cp", 1),
     "zigzag and sequence": (2, 2, (TOKENS, 6), (TOKENS // 4, 6), "cp tp", None),
 }
 """cp, tp, the whole shape, the shape held, how the sequence is cut, the dim that tp cuts."""

@@ -47,6 +47,8 @@ LAYOUTS = [
     {"tp": 2, "microbatch": 2, "compute": "bf16"},
     {"microbatch": 2, "recompute": "full", "compute": "bf16"},
     {"microbatch": 2, "recompute": "selective"},
+    {"microbatch": 2, "dropout": 0.2},
+    {"tp": 2, "microbatch": 2, "recompute": "selective", "dropout": 0.2},
     {"pp": 2, "microbatch": 1, "schedule": "gpipe"},
     {"dp": 2, "zero": 3, "microbatch": 2, "compute": "bf16"},
     {"exact": True, "microbatch": 2, "recompute": "selective"},

@@ -22,6 +22,7 @@ def config(
     exact=False,
     qk_norm=True,
     kernels="auto",
+    dropout=0.0,
     **plan,
 ):
     return RunConfig(
@@ -36,6 +37,7 @@ def config(
             vocab=VOCAB,
             tied=tied,
             qk_norm=qk_norm,
+            dropout=dropout,
         ),
         data=DataConfig(sequence_tokens=TOKENS, packed=packed, document_mask=masked),
         train=TrainConfig(batch_sequences=sequences, warmup_steps=1, steps=10, clip_norm=0.2, lr=5e-4),

@@ -20,7 +20,7 @@ from superstep.engine.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import find_drawn
 from superstep.model.unit import Fields, UnitSpec
-from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace, hold_whole
+from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace
 from superstep.plan.mesh import Coordinate, MeshShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
@@ -78,7 +78,7 @@ class CutNoise:
         self._mesh = mesh
         self._at = at
         self._tokens = tokens
-        self._known: dict[tuple[str, torch.Size, torch.device], HeldElements] = {}
+        self._known: dict[tuple[torch.Size | None, torch.Size, torch.device], HeldElements] = {}
 
     def __call__(self, name: str, shape: torch.Size, device: torch.device) -> HeldElements:
         """The elements of a draw of which ``shape`` is held here.
@@ -86,15 +86,14 @@ class CutNoise:
         Raises:
             ConfigError: it cannot be known which.
         """
-        key = name, shape, device
+        is_whole = self._mesh.cp * self._mesh.tp == 1
+        whole = shape if is_whole else self._whole(name)
+        key = whole, shape, device
         if key not in self._known:
-            self._known[key] = self._find(name, shape, device)
+            self._known[key] = self._find(name, whole, shape, device)
         return self._known[key]
 
-    def _find(self, name: str, shape: torch.Size, device: torch.device) -> HeldElements:
-        if self._mesh.cp * self._mesh.tp == 1:
-            return hold_whole(name, shape, device)
-        whole = self._whole(name)
+    def _find(self, name: str, whole: torch.Size | None, shape: torch.Size, device: torch.device) -> HeldElements:
         held = None if whole is None or len(whole) != len(shape) else self._find_places(whole, shape)
         if held is None or whole is None:
             of_one = "none" if whole is None else f"[B, {', '.join(map(str, whole))}]"
@@ -106,19 +105,23 @@ class CutNoise:
         return _rows(whole, held, device)
 
     def _find_places(self, whole: Sequence[int], shape: Sequence[int]) -> list[Sequence[int]] | None:
-        """The places that are held along each dim; None where a size does not fit."""
-        held = [self._places(*sizes) for sizes in zip(whole, shape, strict=True)]
-        known = [each for each in held if each is not None]
-        return known if len(known) == len(held) else None
-
-    def _places(self, whole: int, here: int) -> Sequence[int] | None:
+        """The places that are held along each dim; None where a size does not fit. With cp the first cut dim of the
+        length of a sequence is the sequence.
+        """
         cp, tp = self._mesh.cp, self._mesh.tp
-        if whole == here:
-            return range(whole)
-        if cp > 1 and whole == self._tokens and here in (whole // cp, whole // (cp * tp)):
-            ways = whole // cp // here
-            return positions(whole, cp=cp, rank=self._at.cp, tp=ways, part=self._at.tp if ways > 1 else 0)
-        return range(self._at.tp * here, (self._at.tp + 1) * here) if whole == here * tp else None
+        places: list[Sequence[int]] = []
+        for size, here in zip(whole, shape, strict=True):
+            is_sequence = cp > 1 and size == self._tokens and all(isinstance(before, range) for before in places)
+            if size == here:
+                places.append(range(size))
+            elif is_sequence and here in (size // cp, size // (cp * tp)):
+                ways = size // cp // here
+                places.append(positions(size, cp=cp, rank=self._at.cp, tp=ways, part=self._at.tp if ways > 1 else 0))
+            elif size == here * tp:
+                places.append(range(self._at.tp * here, (self._at.tp + 1) * here))
+            else:
+                return None
+        return places
 
 
 def _rows(whole: Sequence[int], held: Sequence[Sequence[int]], device: torch.device) -> HeldElements:
