@@ -210,6 +210,19 @@ def test_a_field_that_nobody_gives_is_refused_with_those_that_there_are():
         pass_through(_with_inputs(u0=("pixel",)), example, torch.float32, "the towers")
 
 
+def test_inputs_are_names_in_a_tuple():
+    with pytest.raises(ConfigError, match=re.escape("unit '3' has inputs = '1'; give a tuple of names.")):
+        outline_of(_with_inputs(u3="1"), "the towers")
+
+
+def test_a_unit_with_the_name_of_a_field_is_refused():
+    specs = [replace(spec, name={"5": "words"}.get(spec.name, spec.name)) for spec in towers()]
+    specs[6] = replace(specs[6], inputs=("words", "1", "3"))
+    example = {name: values[:1] for name, values in batches()[0].fields.items()}
+    with pytest.raises(ConfigError, match="'words' is a unit and a field of the batch"):
+        pass_through(specs, example, torch.float32, "the towers")
+
+
 class Deaf(Join):
     """Takes a second input and does not use it."""
 

@@ -11,6 +11,8 @@ from superstep.plan.model.outline import Outline, Unit
 
 def check_inputs(spec: UnitSpec, specs: Sequence[UnitSpec], before: Sequence[Unit], where: str) -> None:
     """Check that a unit takes outputs of units before it, each once; raises ConfigError."""
+    if not isinstance(spec.inputs, tuple) or not all(isinstance(name, str) for name in spec.inputs):
+        raise ConfigError(f"{where}: unit '{spec.name}' has inputs = {spec.inputs!r}; give a tuple of names.")
     at = f"{where}: unit '{spec.name}' takes"
     if twice := [name for name in spec.inputs if spec.inputs.count(name) > 1]:
         raise ConfigError(f"{at} '{twice[0]}' twice; name it once, and use the argument twice.")
@@ -38,8 +40,12 @@ def require_fields(specs: Sequence[UnitSpec], fields: Collection[str], where: st
     """Check that what units take exists.
 
     Raises:
-        ConfigError: a name is neither a unit nor one of the batch's ``fields``.
+        ConfigError: a name is neither a unit nor one of the batch's ``fields``, or is both.
     """
+    if both := {name for spec in specs for name in spec.inputs if name in fields and name in {u.name for u in specs}}:
+        raise ConfigError(
+            f"{where}: '{min(both)}' is a unit and a field of the batch, and units take it; give the unit another name."
+        )
     for spec, sources in zip(specs, list_sources(specs), strict=True):
         for name in sources:
             if isinstance(name, str) and name != INPUT and name not in fields:
