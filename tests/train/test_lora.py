@@ -95,7 +95,7 @@ def reference(pool, tmp_path_factory):
     folders = {}
 
     def folder(run):
-        key = (run.shape.layers, run.shape.tied)
+        key = (run.shape.layers, run.shape.tied, run.config.lora)
         if key not in folders:
             folders[key] = str(tmp_path_factory.mktemp("reference"))
             pool.run(1, _write, run, folders[key])
@@ -113,6 +113,23 @@ def test_layouts_train_what_one_process_trains(pool, reference, world, part):
         assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
         # Of every factor gradients, moments and updates; of nothing else.
         assert verdict.compared >= 2 * 5 * run.shape.layers * 4
+
+
+DROPPED = replace(LORA, dropout=0.3)
+DROPPING = [
+    {"tp": 2, "recompute": "selective"},
+    {"tp": 2, "sequence_parallel": False, "zero": 1},
+    {"cp": 2, "recompute": "full"},
+    {"dp": 2, "zero": 3},
+    {"pp": 2, "schedule": "zb-h1"},
+]
+
+
+def test_layouts_drop_the_same_inputs_of_adapters(pool, reference):
+    runs = [resolve(config(lora=DROPPED, dropout=0.1, **plan)) for plan in DROPPING]
+    verdicts = pool.run(2, _prove, [(run, reference(run)) for run in runs], timeout_s=300)[0]
+    for plan, verdict in zip(DROPPING, verdicts, strict=True):
+        assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
 
 
 class Mixer(torch.nn.Module):
@@ -164,7 +181,7 @@ def test_units_of_nobodys_take_adapters_too(pool, tmp_path):
 
 
 EXACT = {
-    1: [("fp32", {"recompute": "selective"})],
+    1: [("fp32", {"recompute": "selective"}), ("fp32", {"recompute": "full", "lora": DROPPED})],
     2: [
         ("fp32", {"tp": 2}),
         ("fp32", {"tp": 2, "sequence_parallel": False}),
@@ -172,6 +189,8 @@ EXACT = {
         ("fp32", {"cp": 2}),
         ("fp32", {"pp": 2, "schedule": "zb-h1"}),
         ("bf16", {"tp": 2}),
+        ("fp32", {"tp": 2, "lora": DROPPED}),
+        ("bf16", {"cp": 2, "lora": DROPPED}),
     ],
     4: [("fp32", {"tp": 4}), ("bf16", {"dp": 2, "tp": 2, "zero": 2}), ("bf16", {"pp": 2, "cp": 2})],
 }
@@ -211,7 +230,7 @@ def bits(pool, tmp_path_factory):
     folders = {}
 
     def folder(compute, run):
-        key = (compute, run.shape.layers, run.plan.microbatch)
+        key = (compute, run.shape.layers, run.plan.microbatch, run.config.lora)
         if key not in folders:
             folders[key] = str(tmp_path_factory.mktemp("bits"))
             found = run.config

@@ -266,6 +266,10 @@ def test_what_is_published_is_an_adapter_that_servers_load(tuned, tmp_path):
         (["train", "run.toml", "--lora.rank", "4", "--state.dir", "x"], "lora without model.weights"),
         (["train", "lora.toml", "--lora.rank", "0", "--state.dir", "x"], "lora.rank = 0 must be at least 1"),
         (["train", "lora.toml", "--lora.alpha", "0", "--state.dir", "x"], "lora.alpha = 0 must be above 0"),
+        (
+            ["train", "lora.toml", "--lora.dropout", "1", "--state.dir", "x"],
+            "lora.dropout = 1 must be at least 0 and bel",
+        ),
         (["train", "lora.toml", "--lora.targets", "q_prj", "--state.dir", "x"], "did you mean 'q_proj'?"),
         (["train", "lora.toml", "--lora.targets", "[]", "--state.dir", "x"], "lora.targets is empty"),
         (["train", "lora.toml", "--lora.alpha", "4", "--state.existing", "resume"], "lora.alpha = 4.0, and the run in"),

@@ -78,11 +78,13 @@ def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tupl
     first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
     first += dropping_by_place(context.noise)
     if context.exact is not None:
-        return first + (exact_user_layers if context.is_users else exact_layers)(spec, context.exact)
+        if context.is_users:
+            return first + exact_user_layers(spec, context.exact)
+        return first + exact_layers(spec, context.exact, context.noise)
     if context.is_compiled:
         return first + accumulating_after()
     fused = list_fused_layers(context.kernels)
-    return first + fused + adapting_straight(context.sums) + accumulating_straight(context.sums)
+    return first + fused + adapting_straight(context.sums, context.noise) + accumulating_straight(context.sums)
 
 
 def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:

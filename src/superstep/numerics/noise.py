@@ -101,11 +101,17 @@ class Noise:
         Raises:
             ConfigError: samples are not first, or it is not known which part of a whole tensor ``x`` is.
         """
+        mask = self.mask(name, x, p, dims=dims)
+        return x if mask is None else mask(x)
+
+    def mask(self, name: str, like: Tensor, p: float, *, dims: int | None = None) -> Callable[[Tensor], Tensor] | None:
+        """``dropout`` as a function, which can be called again in a backward; None where nothing is dropped."""
         if not self._place.is_training or p == 0:
-            return x
-        drawn, name = x.shape[1:dims], self._full_name(name, x)
-        held = self._held(name, drawn, x.device)
-        return drop(x, self._place.counter(name), held.firsts, p, spread=math.prod(x.shape[1:]) // math.prod(drawn))
+            return None
+        drawn, name = like.shape[1:dims], self._full_name(name, like)
+        held, counter = self._held(name, drawn, like.device), self._place.counter(name)
+        spread = math.prod(like.shape[1:]) // math.prod(drawn)
+        return lambda x: drop(x, counter, held.firsts, p, spread=spread)
 
     def uniform(self, name: str, like: Tensor) -> Tensor:
         """Numbers between 0 and 1, both excluded: fp32, of the shape of ``like``, samples first, on its device; raises

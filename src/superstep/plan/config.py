@@ -254,6 +254,8 @@ class LoraConfig:
     """The strength: the product of the factors is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linears by the ends of their names, as in PEFT (q_proj, v_proj, ...); all-linear means all of the blocks."""
+    dropout: float = 0.0
+    """In training, the share of an adapter's inputs that is dropped (PEFT's lora_dropout)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

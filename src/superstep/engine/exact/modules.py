@@ -7,7 +7,7 @@ A layer gives whole results on every tensor-parallel rank, so that entering and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.numerics.noise import CurrentNoise
 from superstep.numerics.objective import LossTarget
 from superstep.plan.resolution.lora import ENDS
 
@@ -40,6 +41,7 @@ class _LayerBuilder:
 
     spec: UnitSpec
     exact: ExactLayers
+    noise: CurrentNoise = field(default_factory=CurrentNoise)
 
     def is_trained(self, layer: nn.Module) -> bool:
         return any(parameter in self.exact.sinks for parameter in layer.parameters(recurse=False))
@@ -55,7 +57,7 @@ class _LayerBuilder:
         a, b = (self.exact.cut(self.spec.params[f"{path}{end}"]) for end in (ENDS["a"], ENDS["b"]))
         own = dict(layer.named_parameters())
         to = self.exact.sinks[own["lora_A.weight"]], self.exact.sinks[own["lora_B.weight"]]
-        return exact_adapted(layer, (self.exact.cut(self._param(path)), a, b), to)
+        return exact_adapted(path, layer, (self.exact.cut(self._param(path)), a, b), to, self.noise)
 
     def norm(self, path: str, layer: RMSNorm, inner: Forward) -> Forward:
         return exact_norm(layer.weight, self.exact.sinks.get(layer.weight), layer.eps)
@@ -94,11 +96,11 @@ def exact_user_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementatio
     return (_row("autograd's gradient, added on the grid", build.is_trained, build.unknown),)
 
 
-def exact_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
+def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None = None) -> tuple[Implementation, ...]:
     """Implementations with a fixed order of sums. Unknown layers use autograd's gradients: the same bits for any split
-    of the batch, but not of a tensor.
+    of the batch, but not of a tensor. ``noise`` is that of the unit's forward.
     """
-    build = _LayerBuilder(spec, exact)
+    build = _LayerBuilder(spec, exact, noise or CurrentNoise())
 
     def is_trained(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
         return lambda layer: isinstance(layer, kinds) and build.is_trained(layer)

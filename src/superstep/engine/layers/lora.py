@@ -14,42 +14,49 @@ from torch import Tensor
 
 from superstep.engine.layers.grad_accumulation import GradientSums
 from superstep.engine.layers.implementation import Forward, Implementation
-from superstep.model.lora import AdaptedLinear
+from superstep.model.lora import AdaptedLinear, Mask, find_mask
 from superstep.numerics.accumulate_product import add_product
+from superstep.numerics.noise import CurrentNoise
 
 
-def adapting_straight(sums: GradientSums) -> tuple[Implementation, ...]:
+def adapting_straight(sums: GradientSums, noise: CurrentNoise) -> tuple[Implementation, ...]:
     """The module's adapted linears. Their factors' ``.grad`` must exist."""
     return (
         Implementation(
             "linear and factors, gradients straight into the buffer",
             "lora",
             lambda path, layer: type(layer) is AdaptedLinear,
-            lambda path, layer, inner: _forward(layer, sums),
+            lambda path, layer, inner: _forward(path, layer, sums, noise),
             is_whole=True,
         ),
     )
 
 
-def _forward(layer: AdaptedLinear, sums: GradientSums) -> Forward:
+def _forward(path: str, layer: AdaptedLinear, sums: GradientSums, noise: CurrentNoise) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        a, b = layer.lora_A.weight, layer.lora_B.weight
+        a, b, mask = layer.lora_A.weight, layer.lora_B.weight, find_mask(path, layer, x, noise)
         if not torch.is_grad_enabled():
-            out, _ = _sum(x, layer.weight, layer.bias, a, b, layer.scale)
+            out, _ = _sum(x, layer.weight, layer.bias, a, b, layer.scale, mask)
             return out
         factors = (a, b, a.grad, b.grad)
-        result: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums)  # type: ignore[no-untyped-call]
+        result: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums, mask)  # type: ignore[no-untyped-call]
         return result
 
     return forward
 
 
 def _sum(
-    x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor,
+    b_OR: Tensor,
+    scale: float,
+    mask: Mask | None,
 ) -> tuple[Tensor, Tensor]:
     """The layer's output, and A(x): [T, R]."""
     x_TI = x.flatten(0, -2)
-    h_TR = _narrow(x_TI, a_RI.t())
+    h_TR = _narrow(_drop(x, mask).flatten(0, -2), a_RI.t())
     added_TO = _narrow(h_TR, b_OR.t(), scale)
     if bias_O is not None:
         added_TO += bias_O
@@ -61,6 +68,15 @@ def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
     and the sum of both is one.
     """
     return torch.baddbmm(left.new_empty(()), left[None], right[None], beta=0, alpha=scale)[0]
+
+
+def _drop(x: Tensor, mask: Mask | None) -> Tensor:
+    return x if mask is None else mask(x)
+
+
+def _add_to_a(into: Tensor, grad_TR: Tensor, x: Tensor, mask: Mask | None) -> None:
+    """Its input is dropped anew, so that no copy of it is kept."""
+    add_product(into, grad_TR.t(), _drop(x, mask).flatten(0, -2))
 
 
 class _Adapted(torch.autograd.Function):
@@ -76,10 +92,11 @@ class _Adapted(torch.autograd.Function):
         into_b: Tensor,
         scale: float,
         sums: GradientSums,
+        mask: Mask | None,
     ) -> Tensor:
-        out, h_TR = _sum(x, weight_OI, bias_O, a_RI, b_OR, scale)
+        out, h_TR = _sum(x, weight_OI, bias_O, a_RI, b_OR, scale, mask)
         ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_TR)
-        ctx.into, ctx.scale, ctx.sums = (into_a, into_b), scale, sums
+        ctx.into, ctx.scale, ctx.sums, ctx.mask = (into_a, into_b), scale, sums, mask
         return out
 
     @staticmethod
@@ -89,8 +106,10 @@ class _Adapted(torch.autograd.Function):
         grad_TO = grad.flatten(0, -2)
         grad_TR = (grad_TO @ b_OR).mul_(ctx.scale)
         ctx.sums.do(partial(add_product, into_b, grad_TO.t(), h_TR, ctx.scale))
-        ctx.sums.do(partial(add_product, into_a, grad_TR.t(), x.detach().flatten(0, -2)))
+        ctx.sums.do(partial(_add_to_a, into_a, grad_TR, x.detach(), ctx.mask))
         dx = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0] and ctx.mask is None:
             dx = (grad_TO @ weight_OI).addmm_(grad_TR, a_RI).view_as(x)
-        return dx, None, None, None, None, None, None, None, None
+        elif ctx.needs_input_grad[0]:
+            dx = ctx.mask((grad_TR @ a_RI).view_as(x)).add_((grad_TO @ weight_OI).view_as(x))
+        return dx, None, None, None, None, None, None, None, None, None

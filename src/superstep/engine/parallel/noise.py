@@ -19,6 +19,8 @@ from superstep.engine.microbatch import first_row
 from superstep.engine.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import find_drawn
+from superstep.model.lora import DROPOUT, AdaptedLinear
+from superstep.model.meta import on_meta
 from superstep.model.unit import Fields, UnitSpec
 from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace
 from superstep.plan.mesh import Coordinate, MeshShape
@@ -56,11 +58,26 @@ def find_held(
     whole: dict[str, torch.Size] = {}
     if run.decoder is not None:
         stream = torch.Size((tokens, run.decoder.width))
-        return CutNoise(lambda name: stream, shape, mesh.at, tokens)
+        adapted = _find_adapted(specs, tokens) if run.config.lora is not None and run.config.lora.dropout else {}
+        return CutNoise(lambda name: adapted.get(name, stream), shape, mesh.at, tokens)
     if shape.tp * shape.cp > 1:
         with unset_fake_temporarily():
             whole = find_drawn(specs, example_rows(run) if example is None else example, compute, "the model")
     return CutNoise(whole.get, shape, mesh.at, tokens)
+
+
+def _find_adapted(specs: Sequence[UnitSpec], tokens: int) -> dict[str, torch.Size]:
+    """The whole shape of the input of each linear with an adapter, by the name of its dropout."""
+    shapes: dict[str, torch.Size] = {}
+    for spec in specs:
+        with on_meta():
+            module = spec.build()
+        shapes |= {
+            f"{spec.name}.{path}.{DROPOUT}": torch.Size((tokens, layer.in_features))
+            for path, layer in module.named_modules()
+            if isinstance(layer, AdaptedLinear)
+        }
+    return shapes
 
 
 class CutNoise:

@@ -72,6 +72,8 @@ def _check(lora: LoraConfig) -> None:
         raise ConfigError(f"lora.rank = {lora.rank} must be at least 1.")
     if not 0 < lora.alpha < math.inf:
         raise ConfigError(f"lora.alpha = {lora.alpha:g} must be above 0 and finite.")
+    if not 0 <= lora.dropout < 1:
+        raise ConfigError(f"lora.dropout = {lora.dropout:g} must be at least 0 and below 1.")
     if not lora.targets:
         raise ConfigError(f"lora.targets is empty; name linear layers such as q_proj, or {ALL_LINEAR}.")
 
