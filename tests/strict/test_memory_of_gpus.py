@@ -22,6 +22,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.microbatch import microbatches_of, rows
 from superstep.engine.saved_activations import with_kept
 from superstep.errors import ConfigError
+from superstep.kernels import triton_loader
 from superstep.model import moe
 from superstep.model.router import route
 from superstep.plan.resolution.resolve import resolve
@@ -32,7 +33,7 @@ from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
 TOKENS, SEQUENCES = 128, 8
-NEAR = 0.02
+NEAR = 0.01
 """How far a peak may be from its prediction."""
 
 
@@ -66,7 +67,9 @@ def route_evenly(shape, logits_BSE, noise_BSE):
 
 def peak_of_steps(rank, world, run, settings=None, *, router=route_evenly):
     """The pipeline rank, and the most bytes of the allocator over two steps, without what was there before."""
-    with gpu_of(rank, world, settings) as (gpu, report), mock.patch.object(moe, "route", router):
+    # The interpreter of Triton takes minutes for the random numbers of so many tokens.
+    copied = mock.patch.object(triton_loader.module("philox"), "drop", lambda x, *_: x.clone())
+    with gpu_of(rank, world, settings) as (gpu, report), mock.patch.object(moe, "route", router), copied:
         gc.collect()  # engines of tests before
         torch.cuda.synchronize()
         device_module().reset_peak(rank)

@@ -127,8 +127,10 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
-        attended_BSD = self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions)
-        h_BSD = h_BSD + self.dropout(attended_BSD)
+        # No name holds attention's output, which would be there in the feed-forward too.
+        h_BSD = h_BSD + self.dropout(
+            self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions),
+        )
         given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
         h_BSD = h_BSD + self.dropout(self.mlp(self.post_attention_layernorm(h_BSD), **given))
         return h_BSD

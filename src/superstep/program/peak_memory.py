@@ -208,12 +208,18 @@ class _Held:
         match i:
             case ins.Forward(unit, _):
                 return self.sizes[unit].forward_workspace
+            case ins.Recompute(unit, _):
+                return self.sizes[unit].forward_workspace + self._count_output_bytes(unit)
             case ins.Backward(unit, m):
                 return self.sizes[unit].backward_workspace + self._count_remade_bytes(unit, m)
             case ins.BackwardInput(unit, m):
                 return self.sizes[unit].input_workspace + self._count_remade_bytes(unit, m)
             case _:
                 return 0
+
+    def _count_output_bytes(self, unit: int) -> int:
+        """The unit's output, which nothing takes when it is computed again."""
+        return self.sizes[unit + 1].boundary if unit + 1 < len(self.sizes) else 0
 
     def _count_remade_bytes(self, unit: int, m: int) -> int:
         """What selective recomputation makes of a unit again, before its backward pass."""

@@ -20,6 +20,8 @@ puts numbers on their grid, P a sequence's keys in whole blocks:
       backward   gradients of gate and up               2·Tf·F·e - t·D·e
                    of experts likewise, or of the rows of their outputs; in bf16 a GPU's kernel makes a weight's of all
                    experts at once                      max(2·R·F, R·D, R·F + E·F·D)·e - t·D·e
+                   of shared ones likewise, 2·m·s·F·e - t·D·e, before the others, beside which there is then only the
+                   gradient of their input              ... - (3; 4)·m·s·F·e + m·D·e
       BackwardInput
                  those of gate, up and their product, which itself stays
                                                         3·Tf·F·e - t·D·e
@@ -129,11 +131,13 @@ def _mixture(run: Resolved, d: LocalDims) -> int:
     """Elements made in the backward pass of a block's experts."""
     moe = run.shape.moe
     assert moe is not None
-    rows = d.m * moe.experts_per_token
-    inner = (rows + d.m * moe.shared_experts) * d.F
+    rows, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
     # Only this kernel gives the gradient of all experts' weights as a tensor of its own.
     of_weights = 0 if run.config.numerics.compute == "fp32" else moe.experts // run.plan.mesh.ep * d.F * d.D
-    return max(2 * inner, rows * d.D, inner + of_weights)
+    of_experts = max(2 * rows * d.F, rows * d.D, rows * d.F + of_weights)
+    if not shared:
+        return of_experts
+    return max(2 * shared * d.F, of_experts - (3 + run.kept.silu) * shared * d.F + d.m * d.D)
 
 
 def _exact_block(run: Resolved, d: LocalDims) -> int:
