@@ -279,6 +279,14 @@ def test_a_compiled_model_drops_the_same(pool):
     assert others == pytest.approx([eager, second], rel=1e-5)
 
 
+def test_a_compiled_unit_that_takes_noise_is_refused(source):
+    config = own(source, dp=1)
+    config = replace(config, numerics=replace(config.numerics, compile=True))
+    with pytest.raises(ConfigError, match=r"numerics.compile = true: .* unit 'block.0' takes 'noise'"):
+        resolve_config(config)
+    resolve_config(replace(config, model=replace(config.model, source=str(SOURCE))))
+
+
 @pytest.mark.parametrize("share", [-0.1, 1.0])
 def test_a_share_out_of_range_is_refused(share):
     with pytest.raises(ConfigError, match=re.escape(f"model.dropout = {share} must be at least 0 and below 1")):

@@ -35,6 +35,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
             "own; leave one of them out."
         )
     run = resolve(config, world, outline_of(specs, source))
+    _check_compiled(run, specs)
     if config.data.source is not None:
         run = replace(run, samples=open_samples(config.data.source).fields)
     rows = example_rows(run)
@@ -48,6 +49,16 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     if run.plan.mesh.tp > 1:
         rehearse(run, specs, rows, between, source)
     return run
+
+
+def _check_compiled(run: Resolved, specs: Sequence[UnitSpec]) -> None:
+    """Check that no compiled unit draws noise by an argument: the step's number would be compiled in."""
+    for spec, is_compiled in zip(specs, run.plan.recomputed, strict=True):
+        if run.config.numerics.compile and is_compiled and "noise" in spec.takes:
+            raise ConfigError(
+                f"numerics.compile = true: {run.config.model.source}: unit '{spec.name}' takes 'noise', which is not "
+                "the same in two steps; set numerics.compile to false, or let a torch.nn.Dropout module draw."
+            )
 
 
 def _check_logits(config: RunConfig, shape: torch.Size) -> None:
