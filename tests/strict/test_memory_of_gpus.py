@@ -142,8 +142,8 @@ def test_a_peak_of_every_layout_is_its_prediction(pool, name):
 
 
 def test_ranks_with_more_and_with_fewer_rows_have_the_predicted_peak_in_the_mean(pool):
-    """With the model's own router one rank of a stage is 5% above the prediction, and another 4% below it. Each peaks at
-    the microbatch with the most rows for it, so that the mean is a little above.
+    """With the model's own router one rank of a stage is 5% above the prediction, and another 4% below it. Each peaks
+    at the microbatch with the most rows for it, so that the mean is a little above.
     """
     run = of_a_layout("ep pp dp")
     ranks, peaks = rank_bytes(run, compile_step(run.plan)), defaultdict(list)
