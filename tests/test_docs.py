@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from digits import write_digits
 from longer import longer
 from predicted_runs import keep_predicted_from
 from saved import write as write_checkpoint
@@ -177,6 +178,7 @@ def place(tmp_path, saved, monkeypatch):
     """A folder where the pages' commands can run: the repository's files, and runs that have been trained."""
     for name in ("recipes", "src", "tests", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
+    write_digits(tmp_path / "runs" / "digits")
     run = resolve(DEMO)
     timeline = predict(run, MACHINE).timeline
     (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
@@ -237,6 +239,7 @@ def call(place, monkeypatch):
     monkeypatch.setattr(cli_begin, "load", lambda settings: None)  # emulated GPUs come before torch, which is here
     monkeypatch.setattr(prove, "choose", lambda asked, ranks: "cpu")
     monkeypatch.setattr(tokens, "prepare", begin)
+    monkeypatch.setattr(tokens, "prepare_samples", begin)
     monkeypatch.setattr(prove, "prepare_with_progress", begin)
     monkeypatch.setattr(sample, "text", begin)
     monkeypatch.setattr(serve, "find_model", begin)
@@ -328,7 +331,9 @@ def test_verbs_and_targets_named_in_passing_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    write_digits(tmp_path / "runs" / "digits")
+    monkeypatch.chdir(tmp_path)
     for number, (block, _) in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"
         path.write_text(block, encoding="utf-8")
