@@ -103,14 +103,14 @@ class Chosen(nn.Conv2d):
 
 
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
-    """What Superstep calls: the layers, each of which a pipeline stage may hold."""
+    """What Superstep calls: C1 and S2, C3 and S4, the rest; a pipeline stage holds one or more of them."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
     return as_units(
         [
             nn.Sequential(nn.Conv2d(1, 6, 5, padding=2), Squash(), Subsample(6), Squash()),
             nn.Sequential(Chosen(), Squash(), Subsample(16), Squash()),
-            nn.Sequential(nn.Conv2d(16, 120, 5), Squash(), nn.Flatten()),
-            nn.Sequential(nn.Linear(120, 84), Squash()),
-            nn.Linear(84, 10),
+            nn.Sequential(
+                nn.Conv2d(16, 120, 5), Squash(), nn.Flatten(), nn.Linear(120, 84), Squash(), nn.Linear(84, 10)
+            ),
         ]
     )

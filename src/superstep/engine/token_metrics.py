@@ -142,7 +142,9 @@ class TokenMetrics:
             self._see(m, trained)
 
         observer = tell if is_observed and self.sees else None
-        classify = self._classify if is_observed and self._has_classes else None
+        # A training step reports no accuracy.
+        is_evaluated = is_observed and self._has_classes and not torch.is_grad_enabled()
+        classify = self._classify if is_evaluated else None
         return LossTarget(
             microbatch.targets, microbatch.streams, self._objective, observer, self._temperature, classify
         )
