@@ -182,7 +182,8 @@ def configuration() -> str:
         "Wavelengths may be scaled as in `linear`, `llama3` and `yarn`. `initializer_range` is the standard deviation "
         "of the first values of matrices. `router_aux_loss_coef` becomes `model.balance_weight` "
         "([losses](../explanation/experts.md#losses)). A sliding window may differ by layer; every layout supports it, "
-        "but ring attention in fast mode is refused if sequences are longer than the window.",
+        "but ring attention in fast mode is refused if sequences are longer than the window, or if scores have a soft "
+        "cap.",
         "Each of these keys may have only one value, the same for every type or one for each type: "
         + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
         + ". These keys change nothing:",
@@ -223,6 +224,19 @@ _FAMILIES = [
     ("`qwen2`", "Qwen2, Qwen2.5", "biases on queries, keys and values; a sliding window"),
     ("`qwen3`", "Qwen3", "norms of queries and keys; a sliding window"),
     ("`qwen3_moe`", "Qwen3-MoE", "experts, dropless; norms of queries and keys; a sliding window"),
+    ("`olmo2`", "OLMo 2", "norms after attention and feed-forward; norms over all heads of queries and of keys"),
+    ("`olmo3`", "OLMo 3", "the same; a sliding window in most layers, without scaled rotary embedding there"),
+    (
+        "`gemma2`",
+        "Gemma 2",
+        "norms around, with 1 + weight; GELU; a scaled embedding; soft caps; a sliding window in every other layer",
+    ),
+    (
+        "`gemma3_text`",
+        "Gemma 3",
+        "the same without the cap of scores; norms of queries and keys; a rotary base for layers with a window",
+    ),
+    ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
 ]
 

@@ -17,8 +17,10 @@ from superstep.model.hf import FILE, load_weights, open_weights, save_weights
 from superstep.model.peft_adapter import read_adapter
 from superstep.model.unit import global_tensors, parameters
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
+from superstep.plan.model.hf_styles import STYLES
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
 from superstep.plan.model.shape import SHAPES, MoeShape
+from superstep.plan.model.style import BlockStyle
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +42,20 @@ LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, origina
 YARN = YarnRope(
     factor=4.0, original_tokens=32, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=1.1386294361119891
 )
+OLMO = replace(QWEN, family="llama", head_dim=16, style=STYLES["olmo2"].style)
+GEMMA = replace(
+    LLAMA,
+    family="qwen3",
+    tied=True,
+    head_dim=32,
+    norm_eps=1e-6,
+    window=40,
+    full_layers=(1,),
+    style=STYLES["gemma2"].style,
+)
+GEMMA2 = replace(GEMMA, style=replace(GEMMA.style, soft_cap=2.0, logit_cap=3.0))
+GEMMA3 = replace(GEMMA, qk_norm=True, style=replace(GEMMA.style, local_theta=500.0))
+GRANITE = BlockStyle(embedding_scale=6.0, query_scale=0.5, residual_scale=0.25, logit_divisor=3.0)
 SHAPES_BY_NAME = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -61,6 +77,18 @@ SHAPES_BY_NAME = {
     "qwen3-moe-sliding": replace(QWEN_MOE, window=40),
     "qwen3-moe-tied": replace(QWEN_MOE, moe=replace(EXPERTS, renormalise=False), tied=True),
 }
+SHAPES_BY_NAME |= {
+    "olmo2": OLMO,
+    "olmo3": replace(
+        OLMO, rope_scaling=YARN, window=40, full_layers=(1,), style=replace(OLMO.style, local_theta=10000.0)
+    ),
+    "gemma2": GEMMA2,
+    "gemma2-plain": replace(GEMMA, tied=False, style=replace(GEMMA.style, query_scale=144**-0.5)),
+    "gemma3": GEMMA3,
+    "gemma3-long": replace(GEMMA3, rope_scaling=LinearRope(factor=8.0), full_layers=(0,)),
+    "gemma3-capped": replace(GEMMA3, full_layers=(), style=replace(GEMMA3.style, logit_cap=3.0, query_scale=0.25)),
+    "granite": replace(LLAMA, style=GRANITE),
+}
 SHAPE = pytest.mark.parametrize("shape", SHAPES_BY_NAME.values(), ids=SHAPES_BY_NAME)
 
 # Both sides compute in fp32 and differ in the order of sums over 64 to 160 products: a few units of 6e-8 of
@@ -77,14 +105,15 @@ def _one_thread():
     torch.manual_seed(0)
 
 
-def scrambled(model):
+def scrambled(model, shape=LLAMA):
     """Random everywhere, norms included, and large enough that a fault in any part moves the logits."""
+    offset = shape.style.norm_offset
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
             else:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5 - offset, 1.5 - offset)
     return model.eval()
 
 
@@ -101,7 +130,7 @@ def tensors(decoder, shape):
 
 @SHAPE
 def test_hugging_face_reads_what_we_save(shape, tmp_path):
-    decoder = scrambled(Decoder(shape))
+    decoder = scrambled(Decoder(shape), shape)
     save_weights(tmp_path, tensors(decoder, shape), shape)
     theirs, told = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
@@ -114,7 +143,7 @@ def test_hugging_face_reads_what_we_save(shape, tmp_path):
 @SHAPE
 def test_we_read_what_hugging_face_saves(shape, tmp_path):
     config = transformers.AutoConfig.for_model(**to_hf_config(shape))
-    theirs = scrambled(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    theirs = scrambled(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32), shape)
     theirs.save_pretrained(tmp_path, max_shard_size="100KB")  # several files and their index
     assert (tmp_path / "model.safetensors.index.json").exists()
 
@@ -129,7 +158,7 @@ def test_we_read_what_hugging_face_saves(shape, tmp_path):
 def test_both_sides_have_the_same_gradients(shape, tmp_path):
     if shape.moe is not None:  # the balance loss is a matter of its own: tests/model/test_hf_balance.py
         shape = replace(shape, moe=replace(shape.moe, balance_weight=0.0))
-    decoder = scrambled(Decoder(shape))
+    decoder = scrambled(Decoder(shape), shape)
     save_weights(tmp_path, tensors(decoder, shape), shape)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.arange(2 * 96).view(2, 96) * 7 % shape.vocab

@@ -47,7 +47,12 @@ SIZES = {
     "eos_token_id": None,
 }
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+LAYER_ROPES = ("olmo3", "gemma3_text")
 OF_KIND = {
+    "olmo3": SLIDING,
+    "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": SLIDING | {"final_logit_softcapping": 3.0},
     "mistral": {"sliding_window": None},
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE | {"moe_intermediate_size": 48},
@@ -81,13 +86,13 @@ GONE = object()
 def theirs_of(config):
     """Transformers' model, with weights that depend on names and dims alone."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    generator = torch.Generator().manual_seed(1)
+    generator, offset = torch.Generator().manual_seed(1), 1.0 if "gemma" in config.model_type else 0.0
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
             else:
-                parameter.uniform_(0.5, 1.5, generator=generator)
+                parameter.uniform_(0.5 - offset, 1.5 - offset, generator=generator)
     return model
 
 
@@ -124,11 +129,14 @@ def assert_ours_is_theirs(folder, weights):
 
 # How a key is changed where doubling a number or turning a truth value says nothing, or needs another key with it.
 SPECIAL = {
-    "model_type": {"model_type": "gemma2"},
+    "model_type": {"model_type": "cohere"},
     "architectures": {"architectures": ["LlamaForSequenceClassification"]},
     "transformers_version": {"transformers_version": "4.40.0"},
     "dtype": {"dtype": "bfloat16"},
     "hidden_act": {"hidden_act": "gelu"},
+    "attn_logit_softcapping": {"attn_logit_softcapping": 5.0},
+    "use_bidirectional_attention": {"use_bidirectional_attention": True},
+    "hidden_activation": {"hidden_activation": "gelu"},
     "problem_type": {"problem_type": "regression"},
     "id2label": {"id2label": {"0": "a", "1": "b", "2": "c"}},
     "label2id": {"label2id": {"a": 0}},
@@ -146,7 +154,7 @@ SPECIAL = {
         "layer_types": GONE,
     },
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": GONE},
-    "layer_types": {"layer_types": ["sliding_attention", "full_attention"]},
+    "layer_types": {"layer_types": ["full_attention", "sliding_attention"]},
     "mlp_only_layers": {"mlp_only_layers": [0]},
     "pad_token_id": {"pad_token_id": 3},
     "bos_token_id": {"bos_token_id": 4},
@@ -170,8 +178,10 @@ UNSEEN = ("initializer_range", "router_aux_loss_coef", "max_position_embeddings"
 UNREAD = ("sliding_window",)  # Qwen's, with use_sliding_window = false
 
 
-def changed(key, value):
+def changed(kind, key, value):
     """The changes that make one key say something else."""
+    if key == "rope_parameters" and kind in LAYER_ROPES:
+        return {key: dict.fromkeys(value, SPECIAL[key][key])}
     if key in SPECIAL:
         return SPECIAL[key]
     if isinstance(value, bool):
@@ -215,13 +225,15 @@ def test_every_key_of_transformers_class_is_honoured_harmless_or_refused(kind, t
     keys |= written(kind, tmp_path / "saved") | dict.fromkeys(("head_dim",), 16)
     found = {}
     for number, (key, value) in enumerate(keys.items()):
-        found[key] = verdict(kind, key, changed(key, value), tmp_path / str(number))
+        found[key] = verdict(kind, key, changed(kind, key, value), tmp_path / str(number))
     honoured = {key for key, what in found.items() if what == "honoured"}
     assert {*REQUIRED, "head_dim", "rms_norm_eps", "rope_parameters", "initializer_range"} - honoured <= (
         {"intermediate_size"} if kind == "qwen3_moe" else set()
     )
-    assert {"hidden_act", "attention_dropout"} <= {key for key, what in found.items() if what == "refused"}
-    assert ("sliding_window" in honoured) == (kind in ("mistral", "mixtral"))
+    assert {"hidden_activation" if "gemma" in kind else "hidden_act", "attention_dropout"} <= {
+        key for key, what in found.items() if what == "refused"
+    }
+    assert ("sliding_window" in honoured) == (kind in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text"))
     assert ("use_sliding_window" in honoured) == kind.startswith("qwen")
     assert ("max_window_layers" in honoured) == (kind in ("qwen2", "qwen3"))
 
@@ -229,7 +241,11 @@ def test_every_key_of_transformers_class_is_honoured_harmless_or_refused(kind, t
 @FAMILY
 def test_every_key_from_elsewhere_is_honoured_or_refused(kind, tmp_path):
     found = {key: verdict(kind, key, changes, tmp_path / key) for key, changes in BESIDE.items()}
-    assert found == dict.fromkeys(BESIDE, "refused") | dict.fromkeys(("rope_theta", "rope_scaling"), "honoured")
+    honoured = ["rope_theta", *([] if kind in LAYER_ROPES else ["rope_scaling"])]
+    assert found == dict.fromkeys(BESIDE, "refused") | dict.fromkeys(honoured, "honoured")
+    if kind in LAYER_ROPES:
+        named = {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_parameters": GONE}
+        assert verdict(kind, "rope_scaling", named, tmp_path / "named") == "honoured"
 
 
 def absent(kind):
@@ -238,7 +254,11 @@ def absent(kind):
     found = {field.name: field.default for field in fields(config)}
     if "num_experts" in found:
         found["num_local_experts"] = found.pop("num_experts")
-    return found | {"rope_theta": config.rope_parameters["rope_theta"]}
+    ropes = config.rope_parameters
+    if kind in LAYER_ROPES:
+        found["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
+        ropes = ropes["full_attention"]
+    return found | {"rope_theta": ropes["rope_theta"]}
 
 
 @FAMILY
@@ -246,7 +266,8 @@ def test_what_a_key_means_that_is_left_out_is_what_transformers_has(kind):
     theirs = absent(kind)
     ours = {key: value for key, value in DEFAULTS[kind].items() if key not in IDS}
     # What their class does not have: old names for the same, and a loss of ours.
-    spare = {"rope_scaling", "router_z_loss_coef"} | ({"head_dim"} if kind in ("qwen2", "qwen3_moe") else set())
+    spare = {"rope_scaling", "router_z_loss_coef", "sliding_window_pattern"}
+    spare |= {"head_dim"} if kind in ("qwen2", "qwen3_moe", "olmo2", "olmo3", "granite") else set()
     assert {key: value for key, value in ours.items() if key not in spare} == {
         key: theirs[key] for key in ours if key not in spare
     }

@@ -19,11 +19,11 @@ from superstep.errors import ConfigError
 from superstep.plan import config_io as toml_module
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import read_config
+from superstep.plan.model import check_shape as shape_module
 from superstep.plan.model import hf_config as hf_config_module
 from superstep.plan.model import hf_rope as hf_rope_module
 from superstep.plan.model import json_reader as json_keys_module
 from superstep.plan.model import lookup as model_module
-from superstep.plan.model import shape as shape_module
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter, Unit
@@ -230,11 +230,14 @@ def test_a_missing_toml_file_is_refused(tmp_path):
 
 MIXTRAL = {"model_type": "mixtral", "architectures": None}
 QWEN2 = {"model_type": "qwen2", "architectures": None, "attention_bias": True}
+GEMMA2 = {"model_type": "gemma2", "architectures": None, "hidden_act": None}
+GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "rope_theta": None, "rope_parameters": None}
+NESTED = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None}
 HF: list[tuple[dict[str, object], str]] = [
     (
-        {"model_type": "gemma2"},
-        "model_type = 'gemma2' is not supported; it must be one of 'llama', 'mistral', 'mixtral'",
+        {"model_type": "cohere"},
+        "model_type = 'cohere' is not supported; it must be one of 'llama', 'mistral', 'mixtral'",
     ),
     ({"attention_bias": True}, "attention_bias = true is not supported; it must be false"),
     ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported; it must be 0.0"),
@@ -271,6 +274,19 @@ HF: list[tuple[dict[str, object], str]] = [
     ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
     ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
     ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),
+    ({**GEMMA2, "hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not supported; it must be "gelu_pyt'),
+    ({**GEMMA2, "attn_logit_softcapping": 0}, "attn_logit_softcapping = 0 must be above 0"),
+    ({**GEMMA2, "query_pre_attn_scalar": None}, "query_pre_attn_scalar = null must be a number of at least 0"),
+    ({**GEMMA3, "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported; it must be null"),
+    ({**GEMMA3, "use_bidirectional_attention": True}, "use_bidirectional_attention = true is not supported"),
+    ({**GEMMA3, "sliding_window": None}, "sliding_window = null must be a whole number of at least 1"),
+    ({**GEMMA3, "rope_parameters": {"rope_type": "default"}}, "must have an object for each of full_attention and sl"),
+    (
+        {**GEMMA3, "rope_theta": 1e6, "rope_parameters": NESTED},
+        'sliding_attention.rope_type = "linear" is not supported in layers with',
+    ),
+    ({**GEMMA3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "must have rope_type in this family"),
+    ({"model_type": "granite", "architectures": None, "logits_scaling": 0}, "logits_scaling = 0 must be above 0"),
     ({"eos_token_id": "x"}, 'eos_token_id = "x" must be a whole number, a list of them, or null'),
     ({"eos_token_id": [2, True]}, "eos_token_id = [2, true] must be a whole number, a list of them, or null"),
     ({"attention_bias": 0}, "attention_bias = 0 is not supported; it must be false"),

@@ -72,6 +72,21 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["plan.cp = 2 with plan.context = 'ring' has no sliding window", "4096 tokens", "plan.context to 'ulysses'"],
     ),
     (
+        {"model__name": "gemma2-2b", "data__sequence_tokens": 1024, "plan__cp": 2},
+        None,
+        ["plan.cp = 2 with plan.context = 'ring' has no soft cap of scores", "one of 50", "plan.context to 'ulysses'"],
+    ),
+    (
+        {"model__name": "gemma3-1b", "model__experts": 4},
+        None,
+        ["model.experts = 4 in blocks that differ from Llama's", "leave model.experts out"],
+    ),
+    (
+        {"model__name": "olmo2-7b", "model__qk_norm": False},
+        None,
+        ["model.qk_norm = false: no model family has such blocks; leave it out"],
+    ),
+    (
         {"model__name": "qwen2.5-0.5b", "model__experts": 4},
         None,
         ["model.experts = 4 with biases on queries, keys and values", "leave model.experts out"],

@@ -12,6 +12,7 @@ from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
@@ -22,7 +23,28 @@ OF = {
     "qwen2": {"qkv_bias": True},
     "mistral": {"window": 6},
     "qwen3": {"qk_norm": True, "window": 6, "full_layers": (1,)},
+    "olmo2": {"qk_norm": True, "style": OLMO},
+    "olmo3": {"qk_norm": True, "window": 6, "full_layers": (1,), "style": replace(OLMO, local_theta=500.0)},
+    "gemma2": {"window": 6, "full_layers": (1,), "style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
+    "gemma3_text": {
+        "qk_norm": True,
+        "tied": True,
+        "window": 6,
+        "full_layers": (1,),
+        "style": replace(GEMMA, local_theta=500.0, query_scale=0.25),
+    },
+    "granite": {
+        "style": BlockStyle(embedding_scale=6.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0),
+    },
 }
+FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite")
+EVERY = (
+    {"dp": 2, "zero": 3, "recompute": "selective"},
+    {"tp": 2, "recompute": "full"},
+    {"tp": 2, "sequence_parallel": False},
+    {"pp": 2, "schedule": "zb-h1"},
+    {"cp": 2, "context": "ulysses"},
+)
 LAYOUTS = [
     ("qwen2", {"tp": 2}),
     ("qwen2", {"tp": 2, "sequence_parallel": False, "recompute": "full"}),
@@ -34,6 +56,7 @@ LAYOUTS = [
     ("mistral", {"cp": 2, "context": "ulysses"}),
     ("qwen3", {"pp": 2, "recompute": "selective"}),
     ("qwen3", {"cp": 2, "context": "ulysses"}),
+    *((kind, plan) for kind in FAMILIES for plan in EVERY),
 ]
 
 
@@ -65,11 +88,18 @@ def test_every_kind_of_layout_computes_what_one_device_does(pool, tmp_path):
         assert verdict.is_proven, (case, verdict.first and verdict.first.describe())
 
 
-EXACT = [{"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}]
+EXACT = [
+    {"tp": 2},
+    {"tp": 2, "sequence_parallel": False},
+    {"cp": 2},
+    {"cp": 2, "context": "ulysses"},
+    {"pp": 2},
+    {"dp": 2},
+]
 
 
 def _exact(kind, folder, **plan):
-    found = _config(kind, folder, **plan)
+    found = _config(kind, folder, **{"microbatch": 4, **plan})
     return resolve(replace(found, numerics=replace(found.numerics, exact=True, exact_chunks=4)))
 
 
@@ -86,7 +116,7 @@ def _prove_exact(rank, world, runs, folder):
     return verdicts
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *FAMILIES])
 def test_a_foreign_model_has_the_same_bits_on_every_layout(kind, pool, tmp_path):
     folder = tmp_path / "bits"
     folder.mkdir()

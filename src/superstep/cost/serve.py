@@ -130,7 +130,7 @@ def model_of_rank(shape: ModelShape, *, tp: int, number_bytes: int) -> RankModel
         experts=0 if moe is None else moe.experts,
         experts_per_token=0 if moe is None else moe.experts_per_token,
         head=vocab * D,
-        embedding=(0 if shape.tied else vocab * D) + (2 * shape.layers + 1) * D,
+        embedding=(0 if shape.tied else vocab * D) + (shape.style.norm_count * shape.layers + 1) * D,
         vocab=shape.vocab,
         query_numbers=N * H,
         key_numbers=K * H,

@@ -183,6 +183,7 @@ def build_loss(
             is_compiled=is_fused,
             columns=columns,
             temperature=aim.temperature,
+            logit_cap=head.logit_cap,
         )
 
     return compute_fused

@@ -113,7 +113,7 @@ def keep_for_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "to
         Implementation(
             "product left to the loss" + (f" in {LANGUAGES[kernels]}" if kernels in LANGUAGES else ""),
             "decoder",
-            lambda path, layer: layer is head,
+            lambda path, layer: layer is head or layer is module.soft_cap,
             lambda path, layer, inner: _same,
         ),
     )

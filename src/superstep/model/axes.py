@@ -10,7 +10,7 @@ import math
 from functools import partial
 
 from superstep.model.decoder import Block, Embedding, Head
-from superstep.model.rope import Rope
+from superstep.model.rope import layer_ropes
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.model.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_names, embed_names, head_names
 from superstep.plan.model.shape import ModelShape
@@ -23,17 +23,20 @@ that depth does not grow the stream's variance (Radford 2019).
 
 def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
     """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's parameter."""
-    rope = Rope(shape)
+    ropes = layer_ropes(shape)
     table = block_axes(shape)
     takes = ("attend", "positions", "exchange") if shape.moe else ("attend", "positions")
 
     def block(layer: int) -> UnitSpec:
         names = block_names(shape, layer)
         params = {local: _block_spec(shape, names[local], local, axes) for local, axes in table.items()}
-        return UnitSpec(name=f"block.{layer}", build=partial(Block, shape, rope, layer), params=params, takes=takes)
+        return UnitSpec(
+            name=f"block.{layer}", build=partial(Block, shape, ropes[layer], layer), params=params, takes=takes
+        )
 
     embed = {local: _spec(embed_names()[local], axes, shape.init_std) for local, axes in EMBED_AXES.items()}
-    head = {local: _spec(head_names(shape)[local], axes, shape.init_std) for local, axes in HEAD_AXES.items()}
+    offset = shape.style.norm_offset
+    head = {local: _spec(head_names(shape)[local], axes, shape.init_std, offset) for local, axes in HEAD_AXES.items()}
     return (
         UnitSpec(name="embed", build=partial(Embedding, shape), params=embed),
         *(block(layer) for layer in range(shape.layers)),
@@ -46,14 +49,14 @@ def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSp
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
         std = 0.0  # without signal and with noise alone the load starts even (Shazeer 2017, appendix A)
     if axes[0] != "experts":
-        return _spec(name, axes, std)
+        return _spec(name, axes, std, shape.style.norm_offset)
     assert shape.moe is not None
     start, end = name.split(".experts.")
     stack = tuple(f"{start}.experts.{expert}.{end}" for expert in range(shape.moe.experts))
     return ParamSpec(name=name, axes=axes, std=std, stack=stack)
 
 
-def _spec(name: str, axes: Axes, std: float) -> ParamSpec:
-    """Matrices start normal, the weights of norms as ones, biases as zeros."""
-    start = 0.0 if name.endswith(".bias") else None
+def _spec(name: str, axes: Axes, std: float, offset: float = 0.0) -> ParamSpec:
+    """Matrices start normal, the weights of norms as ones, or zeros where one is added, and biases as zeros."""
+    start = 0.0 if name.endswith(".bias") or offset else None
     return ParamSpec(name=name, axes=axes, std=std if len(axes) > 1 else start)

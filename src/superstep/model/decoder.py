@@ -13,21 +13,23 @@ Module names are Hugging Face's, so that a parameter's global name is its name h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from superstep.kernels.blockwise_attention import attend_blockwise
 from superstep.model.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
-from superstep.model.rope import Rope
+from superstep.model.rope import Rope, layer_ropes
+from superstep.numerics.blockwise_attention import attend_blockwise
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.style import NORM_NAMES
 
 
 class Attend(Protocol):
@@ -73,7 +75,10 @@ def _blocks(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, window: int) -> Iter
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie 2023); with ``qk_norm``, queries and keys are normalised per head."""
+    """Grouped-query attention (Ainslie 2023); with ``qk_norm``, queries and keys are normalised, per head or whole."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
 
     def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
         super().__init__()
@@ -82,14 +87,23 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(shape.head_dim, shape.norm_eps) if shape.qk_norm else nn.Identity()
+        self.is_wide, scale = shape.has_wide_qk_norm, shape.style.query_scale
+        self.query_factor = 1.0 if scale is None else scale * math.sqrt(shape.head_dim)
+        for name, heads in (("q_norm", shape.heads), ("k_norm", shape.kv_heads)):
+            width = shape.head_dim * (heads if self.is_wide else 1)
+            norm = RMSNorm(width, shape.norm_eps, shape.style.norm_offset) if shape.qk_norm else nn.Identity()
+            self.add_module(name, norm)
 
     def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
-        q_BSNH = self.q_norm(self.q_proj(x_BSD).view(B, S, -1, self.head_dim))
-        k_BSKH = self.k_norm(self.k_proj(x_BSD).view(B, S, -1, self.head_dim))
-        v_BSKH = self.v_proj(x_BSD).view(B, S, -1, self.head_dim)
+        heads = B, S, -1, self.head_dim
+        q, k, v_BSKH = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD).view(heads)
+        if self.is_wide:
+            q_BSNH, k_BSKH = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
+        else:
+            q_BSNH, k_BSKH = self.q_norm(q.view(heads)), self.k_norm(k.view(heads))
+        if self.query_factor != 1.0:  # attention divides by sqrt(head_dim)
+            q_BSNH = q_BSNH * self.query_factor
         q_BSNH, k_BSKH = self.rope(q_BSNH, positions), self.rope(k_BSKH, positions)
         out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule)
         out_BSD: Tensor = self.o_proj(out_BSNH.flatten(2))
@@ -102,22 +116,40 @@ class Embedding(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocab, shape.width)
+        self.scale = shape.embedding_scale
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
         h_BSD: Tensor = self.embed_tokens(tokens_BS)
-        return h_BSD
+        if self.scale == 1.0:
+            return h_BSD
+        # As in the published models, the factor itself is rounded to the dtype of the stream.
+        return h_BSD * torch.tensor(self.scale).to(h_BSD.dtype).item()
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream."""
+    """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream. Norms stand
+    before them, after them, or both.
+    """
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
 
     def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.width, shape.norm_eps)
+        self.norms, self.scale = NORM_NAMES[shape.style.norms], shape.style.residual_scale
+        before, after, before_inner, after_inner = self.norms
+        self._make_norms(shape, before)
         self.self_attn = Attention(shape, rope, layer)
-        self.post_attention_layernorm = RMSNorm(shape.width, shape.norm_eps)
-        self.mlp = MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn)
+        self._make_norms(shape, after, before_inner)
+        self.mlp = (
+            MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn, shape.style.gate)
+        )
+        self._make_norms(shape, after_inner)
         self.dropout = nn.Dropout(shape.dropout) if shape.dropout else nn.Identity()
+
+    def _make_norms(self, shape: ModelShape, *names: str | None) -> None:
+        for name in filter(None, names):
+            self.add_module(name, RMSNorm(shape.width, shape.norm_eps, shape.style.norm_offset))
 
     def forward(
         self,
@@ -127,13 +159,40 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
+        before, after, before_inner, after_inner = self.norms
         # No name holds attention's output, which would be there in the feed-forward too.
-        h_BSD = h_BSD + self.dropout(
-            self.self_attn(self.input_layernorm(h_BSD), attend=attend, positions=positions),
+        h_BSD = self._add(
+            h_BSD,
+            self._norm(after, self.self_attn(self._read(before, h_BSD), attend=attend, positions=positions)),
         )
         given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
-        h_BSD = h_BSD + self.dropout(self.mlp(self.post_attention_layernorm(h_BSD), **given))
-        return h_BSD
+        return self._add(h_BSD, self._norm(after_inner, self.mlp(self._read(before_inner, h_BSD), **given)))
+
+    def _read(self, norm: str | None, h_BSD: Tensor) -> Tensor:
+        # A node of its own: gradients of what reads the stream are added before they meet the stream's own, the same
+        # sum on every layout.
+        return h_BSD.view_as(h_BSD) if norm is None else self._norm(norm, h_BSD)
+
+    def _norm(self, name: str | None, x_BSD: Tensor) -> Tensor:
+        if name is None:
+            return x_BSD
+        out_BSD: Tensor = self.get_submodule(name)(x_BSD)
+        return out_BSD
+
+    def _add(self, h_BSD: Tensor, added_BSD: Tensor) -> Tensor:
+        added_BSD = self.dropout(added_BSD)
+        return h_BSD + (added_BSD if self.scale == 1.0 else added_BSD * self.scale)
+
+
+class SoftCap(nn.Module):
+    """cap · tanh(x / cap): numbers stay below ``cap`` in size (Gemma 2, sec. 2)."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cap * (x / self.cap).tanh()
 
 
 class Head(nn.Module):
@@ -141,11 +200,20 @@ class Head(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.norm = RMSNorm(shape.width, shape.norm_eps)
+        self.norm = RMSNorm(shape.width, shape.norm_eps, shape.style.norm_offset)
         self.lm_head = nn.Linear(shape.width, shape.vocab, bias=False)
+        self.soft_cap = nn.Identity() if shape.style.logit_cap is None else SoftCap(shape.style.logit_cap)
+        self.scale = 1.0 / shape.style.logit_divisor
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.soft_cap.cap if isinstance(self.soft_cap, SoftCap) else None
 
     def forward(self, h_BSD: Tensor) -> Tensor:
-        logits_BSV: Tensor = self.lm_head(self.norm(h_BSD))
+        h_BSD = self.norm(h_BSD)
+        if self.scale != 1.0:
+            h_BSD = h_BSD * self.scale
+        logits_BSV: Tensor = self.soft_cap(self.lm_head(h_BSD))
         return logits_BSV
 
 
@@ -154,9 +222,8 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        rope = Rope(shape)
         self.embed = Embedding(shape)
-        self.block = nn.ModuleList(Block(shape, rope, layer) for layer in range(shape.layers))
+        self.block = nn.ModuleList(Block(shape, rope, layer) for layer, rope in enumerate(layer_ropes(shape)))
         self.head = Head(shape)
         if shape.tied:
             self.head.lm_head.weight = self.embed.embed_tokens.weight

@@ -17,18 +17,28 @@ from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
 from superstep.plan.model.shape import ModelShape
 
 
+def layer_ropes(shape: ModelShape) -> tuple[Rope, ...]:
+    """The rotary embedding of each layer: one for all, or one for those with a window and one for the others."""
+    whole = Rope(shape)
+    local = whole if shape.style.local_theta is None else Rope(shape, is_local=True)
+    windows = [shape.rule(layer).window for layer in range(shape.layers)]
+    return tuple(whole if window is None else local for window in windows)
+
+
 class Rope:
-    """The rotary position embedding (Su 2021), with the stretches of ``plan.model.rope``.
+    """The rotary position embedding (Su 2021), with the stretches of ``plan.model.rope``; with ``is_local``, that of
+    layers with a window.
 
     One object serves all blocks, so that the tables of a sequence length are made once, and those of given positions
     once as long as these exist: recompute uses the same tables. It is no module and has no parameter: tables are made
     on the device of the rotated tensor, at its first use.
     """
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, *, is_local: bool = False) -> None:
+        local = shape.style.local_theta if is_local else None
         self.head_dim = shape.head_dim
-        self.theta = shape.rope_theta
-        self.scaling = shape.rope_scaling
+        self.theta = shape.rope_theta if local is None else local
+        self.scaling = shape.rope_scaling if local is None else None
         self.scale = self.scaling.attention_factor if isinstance(self.scaling, YarnRope) else 1.0
         self._tables: dict[tuple[int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
         self._given: MutableMapping[Tensor, dict[torch.dtype, tuple[Tensor, Tensor]]] = WeakTensorKeyDictionary()

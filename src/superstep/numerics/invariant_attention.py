@@ -73,8 +73,7 @@ def _weights(
     scores_bRP = product(rows_bRH, keys_bPH.transpose(1, 2)).mul_(rows_bRH.shape[-1] ** -0.5)
     slope_bRP = None
     if soft_cap is not None:
-        bent_bRP = exact_tanh(scores_bRP.div_(soft_cap))
-        scores_bRP, slope_bRP = bent_bRP * soft_cap, bent_bRP.square().neg_().add_(1.0)
+        scores_bRP, slope_bRP = exact_soft_cap(scores_bRP, soft_cap)
     scores_bRP.masked_fill_(hidden, float("-inf"))
     weights_bRP = scores_bRP.sub_(scores_bRP.amax(-1, keepdim=True)).exp_()
     first, *others = row_sum(weights_bRP.unflatten(-1, (-1, BLOCK))).unbind(-2)
@@ -84,9 +83,15 @@ def _weights(
 
 
 def exact_tanh(x: Tensor) -> Tensor:
-    """tanh by exponential and division: the bits of an element do not depend on its place. Torch's own differ between a
-    vector and the remainder.
+    """tanh of fp32 numbers, by exponential and division: the bits of an element do not depend on its place. Torch's own
+    differ between a vector and the remainder.
     """
     # With e^(-2|x|), which cannot overflow; near 0 the error is that of a number near 1, 6e-8.
     shrunk = x.abs().mul_(-2.0).exp_()
     return (1.0 - shrunk).div_(shrunk.add_(1.0)).copysign_(x)
+
+
+def exact_soft_cap(scores: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """cap · tanh(score / cap), and its slope, 1 - tanh²."""
+    bent = exact_tanh(scores / cap)
+    return bent * cap, bent.square_().neg_().add_(1.0)

@@ -73,6 +73,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
     is_compiled: bool = False,
     columns: VocabularyColumns | None = None,
     temperature: float = 1.0,
+    logit_cap: float | None = None,
 ) -> Tensor:
     """``cross_entropy_sum(h · weightᵀ)`` with only one chunk of the logits in memory (Hsu 2024).
 
@@ -92,10 +93,11 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         token has the same bits in both.
         columns: of ``weight``, where other ranks have others; the gradient of ``h`` is then this rank's share.
         temperature: divides the logits.
+        logit_cap: before that a logit x becomes logit_cap · tanh(x / logit_cap); None leaves it.
     """
     h_TD, targets_T = h_BSD.flatten(0, -2), targets_BS.flatten()
     columns = columns or VocabularyColumns(0, len(weight_VD), _alone)
-    rows = _Rows(is_compiled=is_compiled, columns=columns, temperature=temperature)
+    rows = _Rows(is_compiled=is_compiled, columns=columns, temperature=temperature, logit_cap=logit_cap)
     if torch.is_grad_enabled() and (h_BSD.requires_grad or weight_VD.requires_grad):
         loss = _LinearCrossEntropySum.apply(  # type: ignore[no-untyped-call]
             h_TD, weight_VD, targets_T, chunk_tokens, scale, weight_grad_into, terms, rows
@@ -142,10 +144,13 @@ class _Rows:
     is_compiled: bool
     columns: VocabularyColumns
     temperature: float = 1.0
+    logit_cap: float | None = None
 
     def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's log-sum-exp and target logit, over all ranks: fp32."""
         columns, here_C = self.columns, targets_C - self.columns.first
+        if self.logit_cap is not None:
+            logits_CV = _cap(logits_CV, self.logit_cap)
         if self._in_kernel(logits_CV):
             return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count, self.temperature))
         return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count, self.temperature))
@@ -153,13 +158,22 @@ class _Rows:
     def gradients_(self, logits_CV: Tensor, targets_C: Tensor, lse_C: Tensor, factor_C: Tensor) -> Tensor:
         """The gradients of the factors' sum with the losses; may overwrite the logits."""
         given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
+        if self.logit_cap is not None:
+            capped_CV = _cap(logits_CV, self.logit_cap)
+            slope_CV = (capped_CV / self.logit_cap).square_().neg_().add_(1.0)
+            return kernel.reference_gradients(capped_CV, *given).mul_(slope_CV)
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)
             return logits_CV
         return kernel.reference_gradients(logits_CV, *given)
 
     def _in_kernel(self, logits_CV: Tensor) -> bool:
-        return self.is_compiled and kernel.takes(logits_CV)
+        return self.is_compiled and self.logit_cap is None and kernel.takes(logits_CV)
+
+
+def _cap(logits_CV: Tensor, cap: float) -> Tensor:
+    """Logits with a soft cap, fp32 or wider."""
+    return (logits_CV.float() / cap).tanh_().mul_(cap)
 
 
 class _CrossEntropySum(torch.autograd.Function):

@@ -30,6 +30,8 @@ class DecoderNumbers:
         tied: 1 where embedding and head share their matrix.
         biases: 1 where products and norms have biases.
         qkv_biases: 1 where queries, keys and values alone have.
+        wide_norms: 1 where queries and keys have norms over all heads.
+        norms: of a layer, on the residual stream.
         dropout: 1 where the model drops activations.
         experts, experts_per_token, shared_ffn: E, k, and the inner width of shared experts; 0 where dense.
         expert_ffn: F of one expert.
@@ -63,6 +65,8 @@ class DecoderNumbers:
     key_rank: Array
     frozen: Array
     qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
+    wide_norms: Array = field(default_factory=lambda: np.zeros(()))
+    norms: Array = field(default_factory=lambda: np.full((), 2.0))
     imbalance: Array = field(default_factory=lambda: np.ones(()))
     rotates: Array = field(default_factory=lambda: np.ones(()))
     window: Array = field(default_factory=lambda: np.zeros(()))
@@ -78,6 +82,7 @@ class DecoderNumbers:
         """Matrices of one attention: queries, keys, values, output; and the first three's biases."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         plain = plain + self.qkv_biases * self.head_dim * (self.heads + 2 * self.kv_heads)
+        plain = plain + self.wide_norms * self.head_dim * (self.heads + self.kv_heads)
         wide = self.heads * self.head_dim
         down = self.width * (self.query_rank + self.key_rank + ROTATED)
         latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
@@ -98,13 +103,13 @@ class DecoderNumbers:
     @property
     def dense_parameters(self) -> Array:
         """One layer without experts: attention, feed-forward, norms."""
-        return self.attention_parameters + self.matrices * self.width * self.ffn + 2 * self.width
+        return self.attention_parameters + self.matrices * self.width * self.ffn + self.norms * self.width
 
     @property
     def mixture_parameters(self) -> Array:
         """One layer with experts, without these: attention, router, shared experts, norms."""
         shared = self.matrices * self.width * self.shared_ffn + self.experts * self.width
-        return self.attention_parameters + shared + 2 * self.width
+        return self.attention_parameters + shared + self.norms * self.width
 
     @property
     def parameters(self) -> Array:
@@ -134,6 +139,8 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
         tied=array(shape.tied),
         biases=array(0),
         qkv_biases=array(shape.qkv_bias),
+        wide_norms=array(shape.has_wide_qk_norm),
+        norms=array(shape.style.norm_count),
         dropout=array(0),
         experts=array(moe.experts if moe else 0),
         experts_per_token=array(moe.experts_per_token if moe else 0),

@@ -8,7 +8,8 @@
     unit     matrices                          vectors           operations of a forward pass
     embed    V·D                                                 0: it looks up
     block    D·(N + 2K)·H + N·H·D + 3·D·F      2·D (+ 2·H)       2·T · matrices + 4·T·S·N·H
-             with biases: (N + 2K)·H                             S at most the sliding window
+             with biases: (N + 2K)·H           norms around: 4·D S at most the sliding window
+             with norms of all heads: (N + K)·H
     head     D·V, unless tied                  D                 2·T·D·V
 
 A mixture of experts has E + s feed-forwards in the place of one, and a router of D·E (noisy-topk: 2·D·E):
@@ -38,11 +39,12 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.rules import Rules
 from superstep.plan.sharding.unit_flops import (
-    biases,
     cut_matrices,
+    cut_vectors,
     feed_forward,
     forward_flops_per_token,
     whole_matrices,
+    whole_vectors,
 )
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
@@ -179,14 +181,13 @@ def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
 
 
 def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
-    D, H = shape.width, shape.head_dim
+    D = shape.width
     table = shape.vocab * D
-    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
 
     def block(shape: ModelShape) -> UnitParameters:
         return UnitParameters(
-            cut_matrices(shape) + biases(shape),
-            2 * D + (2 * H if shape.qk_norm else 0) + narrow,
+            cut_matrices(shape) + cut_vectors(shape),
+            whole_vectors(shape),
             whole_matrices(shape),
             shape.moe.experts * feed_forward(shape) if shape.moe else 0,
         )

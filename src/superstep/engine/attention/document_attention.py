@@ -21,8 +21,8 @@ from torch import Tensor
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds
 from superstep.kernels import attention as kernel
-from superstep.kernels.blockwise_attention import attend_blockwise
 from superstep.model.decoder import flash
+from superstep.numerics.blockwise_attention import attend_blockwise
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 

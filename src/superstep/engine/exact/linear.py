@@ -20,8 +20,6 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
-from superstep.kernels import cpu_library, norm
-from superstep.kernels.invariant import row_norm, row_sum
 from superstep.numerics.invariant_matmul import product, tree_sum
 
 
@@ -111,7 +109,7 @@ class _Bias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        ctx.sink.sums.do(partial(_add_tokens, ctx.sink, grad.to(torch.float32, copy=True)))
+        ctx.sink.sums.do(partial(add_tokens, ctx.sink, grad.to(torch.float32, copy=True)))
         return grad, None, None
 
 
@@ -154,63 +152,5 @@ def exact_embedding(layer: nn.Embedding, sink: GradientSink) -> Forward:
     return forward
 
 
-class _Norm(torch.autograd.Function):
-    """RMSNorm as in ``model.norm``, with sums over the row that do not depend on the number of rows, and a sum over
-    rows that does not depend on their order.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sink: GradientSink | None, eps: float) -> Tensor:  # noqa: ANN401
-        out, r = _normalise(x, weight, eps)
-        ctx.save_for_backward(x, weight, r)
-        ctx.sink = sink
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        x, weight, r = ctx.saved_tensors
-        if norm.takes(x, weight) and cpu_library.is_compiled():
-            return _norm_backward(grad, x, weight, r, ctx.sink), None, None, None
-        wide, grad = x.float(), grad.float()
-        scratch = grad * wide
-        shift = row_sum(scratch * weight.float()) * (r * r * r) / -x.shape[-1]
-        if ctx.sink is not None:
-            ctx.sink.sums.do(partial(_add_tokens, ctx.sink, scratch.mul_(r)))
-        dx = grad * weight.float() * r + wide * shift
-        return dx.to(x.dtype), None, None, None
-
-
-def _norm_backward(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, sink: GradientSink | None) -> Tensor:
-    """The same by the kernel, in one pass."""
-    if sink is None:
-        return norm.backward_on_grid(grad, x, weight, r, into_D=None, scale=1.0, limit=1.0)[0]
-    share_D = torch.zeros_like(sink.into)
-    grid = sink.grid
-    dx, is_within = norm.backward_on_grid(grad, x, weight, r, into_D=share_D, scale=grid.scale, limit=grid.limit)
-    if not is_within:
-        grid.refuse(float((grad.float() * x.float() * r).abs().max()))
-    sink.sums.do(partial(sink.into.add_, share_D))
-    return dx
-
-
-def _add_tokens(sink: GradientSink, parts: Tensor) -> None:
+def add_tokens(sink: GradientSink, parts: Tensor) -> None:
     sink.into.add_(sink.grid.put_(parts).flatten(0, -2).sum(0))
-
-
-def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    norm = row_norm(wide)
-    r = 1.0 / (norm * norm / x.shape[-1] + eps).sqrt()
-    return (wide * r * weight.float()).to(x.dtype), r
-
-
-def exact_norm(weight: Tensor, sink: GradientSink | None, eps: float) -> Forward:
-    """The new forward of an RMSNorm; its weight's gradient goes to ``sink``, if there is one."""
-
-    def forward(x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return _normalise(x, weight, eps)[0]
-        out: Tensor = _Norm.apply(x, weight, sink, eps)  # type: ignore[no-untyped-call]
-        return out
-
-    return forward

@@ -20,12 +20,13 @@ from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.kernels.invariant import row_sum
 from superstep.numerics.fixed_point import exact_loss_sum
+from superstep.numerics.invariant_attention import exact_soft_cap
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
 from superstep.numerics.objective import LossTarget
 
 
-def exact_loss(
+def exact_loss(  # noqa: PLR0913
     h_BSD: Tensor,
     weight_WD: Tensor,
     aim: LossTarget,
@@ -33,11 +34,12 @@ def exact_loss(
     sink: GradientSink | None,
     cut: ReductionCut,
     vocab: int,
+    logit_cap: float | None = None,
 ) -> Tensor:
     """The summed losses of all tokens, fp64. Gradients are those of scale · sum; the weight's goes to ``sink``, if
     there is one. Columns from ``vocab`` on have no probability.
     """
-    out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab)  # type: ignore[no-untyped-call]
+    out: Tensor = _Loss.apply(h_BSD, weight_WD, aim, scale, sink, cut, vocab, logit_cap)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -52,9 +54,13 @@ class _Loss(torch.autograd.Function):
         sink: GradientSink | None,
         cut: ReductionCut,
         vocab: int,
+        logit_cap: float | None,
     ) -> Tensor:
         targets_BS = aim.targets
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
+        slope_BSW = None
+        if logit_cap is not None:
+            scores_BSW, slope_BSW = exact_soft_cap(scores_BSW, logit_cap)
         place = 0 if cut.group is None else cut.group.rank()
         scores_BSW = apply_temperature(scores_BSW, aim.temperature)
         scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")
@@ -76,6 +82,8 @@ class _Loss(torch.autograd.Function):
             # A row's gradient is softmax - onehot, times minus the derivative.
             grad_BSW = exp_BSW.div_(total_BS1)
             grad_BSW.scatter_add_(-1, column_BS1, -is_here_BS1.to(grad_BSW.dtype))
+            if slope_BSW is not None:
+                grad_BSW.mul_(slope_BSW)
             factor_BS1 = scale / aim.temperature * factor_BS1
             ctx.save_for_backward(h_BSD, weight_WD, grad_BSW.mul_(factor_BS1).to(h_BSD.dtype))
             ctx.sink, ctx.cut = sink, cut
@@ -89,7 +97,7 @@ class _Loss(torch.autograd.Function):
         dh = cut.over_ranks(dh, is_cut=cut.is_cut_out)
         if ctx.sink is not None:
             ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, dscores_BSW, h_BSD.detach(), cut.chunks))
-        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None
+        return dh.to(h_BSD.dtype).view(h_BSD.shape), None, None, None, None, None, None, None
 
 
 def totals_(scores_RW: Tensor, cut: ReductionCut) -> tuple[Tensor, Tensor, Tensor]:

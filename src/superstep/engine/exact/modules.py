@@ -15,17 +15,17 @@ from torch import Tensor, nn
 
 from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.engine.exact.layer_settings import ExactLayers
-from superstep.engine.exact.linear import exact_embedding, exact_linear, exact_norm
+from superstep.engine.exact.linear import exact_embedding, exact_linear
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.loss import exact_loss, exact_user_loss
-from superstep.engine.exact.swiglu import exact_gate_of, exact_silu
-from superstep.engine.layers.fused import make_gated
+from superstep.engine.exact.norm import NormSettings, exact_norm
+from superstep.engine.exact.swiglu import exact_gate_of, exact_gelu_tanh, exact_silu
+from superstep.engine.layers.fused import has_silu, make_gated
 from superstep.engine.layers.grad_accumulation import hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.decoder import Head
-from superstep.model.experts import Experts, GroupedLinear
-from superstep.model.feedforward import FeedForward
+from superstep.model.experts import GroupedLinear
 from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
@@ -60,7 +60,9 @@ class _LayerBuilder:
         return exact_adapted(path, layer, (self.exact.cut(self._param(path)), a, b), to, self.noise)
 
     def norm(self, path: str, layer: RMSNorm, inner: Forward) -> Forward:
-        return exact_norm(layer.weight, self.exact.sinks.get(layer.weight), layer.eps)
+        is_cut = self.exact.rules.cut(self._param(path).axes[0]) == "tp"
+        settings = NormSettings(layer.eps, layer.offset, is_cut=is_cut, group=self.exact.group if is_cut else None)
+        return exact_norm(layer.weight, self.exact.sinks.get(layer.weight), settings)
 
     def embedding(self, path: str, layer: nn.Embedding, inner: Forward) -> Forward:
         return exact_embedding(layer, self.exact.sinks[layer.get_parameter("weight")])
@@ -116,7 +118,8 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums", is_trained(GroupedLinear), build.grouped_linear),
         _row("exact sums", is_trained(Gate), build.router),
         _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
-        _row("exact gate", any_of(FeedForward, Experts), lambda path, layer, inner: make_gated(layer, exact_gate_of)),
+        _row("exact gate", any_of(nn.GELU), lambda path, layer, inner: exact_gelu_tanh),
+        _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),
         _row("exact sum over experts", any_of(MixtureOfExperts), build.experts),
         _row("autograd's gradient, added on the grid", build.is_trained, build.unknown),
     )
@@ -150,6 +153,6 @@ def build_exact_loss(
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
 
     def loss(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
-        return exact_loss(h, weight, aim, scale, sink, cut, vocab)
+        return exact_loss(h, weight, aim, scale, sink, cut, vocab, head.logit_cap)
 
     return loss

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.engine.layers.implementation import Forward, Implementation
@@ -75,7 +75,7 @@ def _rows(
         return Implementation(
             f"{what} in {language}",
             "numerics.kernels",
-            lambda path, layer: type(layer) in kinds,
+            lambda path, layer: type(layer) in kinds and _is_plain(layer),
             lambda path, layer, inner: build(layer, inner),
         )
 
@@ -88,6 +88,18 @@ def _rows(
         row("gate", (FeedForward, Experts), lambda layer, inner: make_gated(layer, *gate)),
         row("rotary embedding", (Attention,), make_turned),
     )
+
+
+def _is_plain(layer: Any) -> bool:  # noqa: ANN401
+    """Whether kernels have the layer: no norm with an offset, no gate but silu."""
+    if isinstance(layer, RMSNorm):
+        return layer.offset == 0.0
+    return has_silu(layer) if isinstance(layer, FeedForward) else True
+
+
+def has_silu(layer: nn.Module) -> bool:
+    """Whether a layer is a feed-forward, or experts, with SiLU in its gate."""
+    return isinstance(layer, FeedForward | Experts) and isinstance(layer.act_fn, nn.SiLU)
 
 
 def _always(*tensors: Tensor) -> bool:

@@ -6,6 +6,7 @@ The table of logical axes says which matrices are cut. The communication follows
     embedding cut over its rows    look up the own rows, zeros elsewhere, sum over tp
     linear cut over its output     its input enters; each rank has its own columns, and its part of the bias
     linear cut over its input      each rank has a part of the sum: sum over tp, then add the bias once
+    norm cut over its numbers      the sum of squares is summed over tp, and so is what the backward needs of a row
     everything else                nothing
 
 Without sequence parallelism the residual stream is whole on every rank: entering is the identity (and sums gradients in
@@ -35,6 +36,8 @@ from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import is_cut
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
+from superstep.engine.parallel.split_norm import norm_over_ranks
+from superstep.model.norm import RMSNorm
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import VocabularyColumns, own_columns
 from superstep.plan.rules import Rules
@@ -103,11 +106,13 @@ class Boundaries:
         whole: where the residual stream is whole.
         split: where it is split over the sequence.
         end: splits the output of a first unit that had whole sequences.
+        norm: the forward of a norm over numbers of all ranks; by default its own, which gathers them.
     """
 
     whole: Boundary
     split: Boundary
     end: Callable[[Tensor, Group], Tensor]
+    norm: Callable[[RMSNorm, Forward, Group], Forward] = lambda layer, inner, group: inner
 
 
 def pass_on(x: Tensor, group: Group) -> Tensor:
@@ -119,6 +124,7 @@ OVER_TP = Boundaries(
     whole=Boundary(Enter.apply, Leave.apply, Leave.apply),
     split=Boundary(Gather.apply, Scatter.apply, Scatter.apply),
     end=KeepOwn.apply,
+    norm=norm_over_ranks,
 )
 EXACT_OVER_TP = Boundaries(
     whole=Boundary(pass_on, pass_on, Leave.apply),
@@ -181,6 +187,11 @@ def splitting(
             "output leaves tp",
             lambda path, layer: cut.get(path) == 1 and isinstance(layer, nn.Linear),
             lambda layer, inner: _rows(layer, inner, group, seam.leave),
+        ),
+        row(
+            "mean square over tp",
+            lambda path, layer: cut.get(path) == 0 and isinstance(layer, RMSNorm),
+            lambda layer, inner: seams.norm(layer, inner, group),
         ),
         row(
             "input enters tp",

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, MoeShape
+from superstep.plan.model.style import NORM_NAMES
 
 Axes = tuple[str, ...]
 
@@ -30,7 +31,6 @@ EMBED_AXES: Mapping[str, Axes] = {
     "embed_tokens.weight": ("vocab", "embed"),
 }
 ATTENTION_AXES: Mapping[str, Axes] = {
-    "input_layernorm.weight": ("norm",),
     "self_attn.q_proj.weight": ("heads", "embed"),
     "self_attn.k_proj.weight": ("kv_heads", "embed"),
     "self_attn.v_proj.weight": ("kv_heads", "embed"),
@@ -42,7 +42,6 @@ QKV_BIAS_AXES: Mapping[str, Axes] = {
     "self_attn.v_proj.bias": ("kv_heads",),
 }
 LATENT_AXES: Mapping[str, Axes] = {
-    "input_layernorm.weight": ("norm",),
     "self_attn.q_a_proj.weight": ("query_rank", "embed"),
     "self_attn.q_a_layernorm.weight": ("query_rank",),
     "self_attn.q_b_proj.weight": ("query_heads", "query_rank"),
@@ -52,13 +51,11 @@ LATENT_AXES: Mapping[str, Axes] = {
     "self_attn.o_proj.weight": ("embed", "heads"),
 }
 MLP_AXES: Mapping[str, Axes] = {
-    "post_attention_layernorm.weight": ("norm",),
     "mlp.gate_proj.weight": ("ffn", "embed"),
     "mlp.up_proj.weight": ("ffn", "embed"),
     "mlp.down_proj.weight": ("embed", "ffn"),
 }
 MOE_AXES: Mapping[str, Axes] = {
-    "post_attention_layernorm.weight": ("token_norm",),
     "mlp.gate.weight": ("router", "embed"),
     "mlp.experts.gate_proj.weight": ("experts", "expert_ffn", "embed"),
     "mlp.experts.up_proj.weight": ("experts", "expert_ffn", "embed"),
@@ -76,6 +73,10 @@ QK_NORM_AXES: Mapping[str, Axes] = {
     "self_attn.q_norm.weight": ("head_dim",),
     "self_attn.k_norm.weight": ("head_dim",),
 }
+WIDE_QK_NORM_AXES: Mapping[str, Axes] = {
+    "self_attn.q_norm.weight": ("heads",),
+    "self_attn.k_norm.weight": ("kv_heads",),
+}
 CUT_AS = {"query_heads": "heads", "key_value_heads": "heads"}
 """Axes of latent attention with several numbers for each head, which are also cut between heads."""
 HEAD_AXES: Mapping[str, Axes] = {
@@ -85,17 +86,26 @@ HEAD_AXES: Mapping[str, Axes] = {
 
 
 def block_axes(shape: ModelShape) -> dict[str, Axes]:
-    tables = [ATTENTION_AXES if shape.latent is None else LATENT_AXES]
+    before, after, before_inner, after_inner = map(_norm_axes, NORM_NAMES[shape.style.norms])
+    tables = [before, ATTENTION_AXES if shape.latent is None else LATENT_AXES]
     if shape.qkv_bias:
         tables.append(QKV_BIAS_AXES)
     if shape.qk_norm:
-        tables.append(QK_NORM_AXES)
-    tables.append(MLP_AXES if shape.moe is None else MOE_AXES)
+        tables.append(WIDE_QK_NORM_AXES if shape.has_wide_qk_norm else QK_NORM_AXES)
+    tables.append(after)
+    if shape.moe is None:
+        tables += [before_inner, MLP_AXES, after_inner]
+    else:
+        tables += [dict.fromkeys(before_inner, ("token_norm",)), MOE_AXES]
     if shape.moe and shape.moe.router == "noisy-topk":
         tables.append(SPREAD_AXES)
     if shape.moe and shape.moe.shared_experts:
         tables.append(SHARED_AXES)
     return {local: axes for table in tables for local, axes in table.items()}
+
+
+def _norm_axes(name: str | None) -> Mapping[str, Axes]:
+    return {} if name is None else {f"{name}.weight": ("norm",)}
 
 
 def embed_names() -> dict[str, str]:
@@ -113,7 +123,7 @@ MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3
 
 
 def _hf_name(shape: ModelShape, local: str) -> str:
-    if model_type(shape) != "mixtral" or not local.startswith("mlp."):
+    if shape.moe is None or not local.startswith("mlp.") or model_type(shape) != "mixtral":
         return local
     for ours, theirs in MIXTRAL.items():
         local = local.replace(ours, theirs)
@@ -192,7 +202,7 @@ def outline_of(shape: ModelShape) -> Outline:
 
 def _layer(local: str, axes: Axes) -> Layer:
     # What a mixture is made of works on a rank's own tokens, so that tp cannot cut it.
-    if local.endswith(".bias"):
+    if local.endswith(".bias") or axes in WIDE_QK_NORM_AXES.values():
         return "linear"
     if len(axes) == 1 or {"experts", "router", "shared_ffn"} & set(axes):
         return "other"

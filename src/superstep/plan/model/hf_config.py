@@ -8,6 +8,7 @@
     mixtral          experts, dropless              plain
     qwen3_moe        experts, dropless              normalised per head
     superstep_moe    experts, any router            either: no other loader has them
+    others           ``plan.model.hf_styles`` has a row for each
 
 In a mixture every block has experts: a file with dense blocks in between is refused. So is one with a key that is
 neither honoured nor known to change nothing.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from superstep.errors import ConfigError
+from superstep.plan.model.check_shape import check_shape
 from superstep.plan.model.hf_families import (
     ARCHITECTURES,
     DEFAULTS,
@@ -30,15 +32,17 @@ from superstep.plan.model.hf_families import (
     ModelType,
     only,
 )
-from superstep.plan.model.hf_rope import read_rope, write_rope
+from superstep.plan.model.hf_rope import read_layer_ropes, read_rope, write_rope
+from superstep.plan.model.hf_styles import STYLES, StyleRow
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import (
+    Family,
     ModelShape,
     MoeShape,
     balance_coefficient_of,
     balance_weight_of,
-    check_shape,
 )
+from superstep.plan.model.style import LLAMA
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Special tokens matter for generation only: transformers gives the embedding of padding no gradient, and our text is
@@ -48,6 +52,13 @@ never padded with a token.
 
 def model_type(shape: ModelShape) -> ModelType:
     """The model type by which other loaders read a shape."""
+    if shape.style != LLAMA:
+        kinds = [kind for kind, row in STYLES.items() if row.has(shape)]
+        if not kinds:
+            raise ConfigError(
+                f"model.qk_norm = {str(shape.qk_norm).lower()}: no model family has such blocks; leave it out."
+            )
+        return kinds[0]
     # A Llama with QK-norm is a Qwen3 to every other loader, one with a window a Mistral.
     if shape.moe is None:
         if shape.qkv_bias:
@@ -98,19 +109,26 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
+    row = STYLES.get(kind)
     qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
+    qk_norm = row.qk_norm if row else qk_norm
+    head_dim = width // heads if keys.get("head_dim") is None else keys.whole("head_dim")
     max_tokens = keys.whole("max_position_embeddings")
     window, full_layers = _read_window(keys, kind)
-    theta, scaling = read_rope(keys, model_type, max_tokens)
+    theta, scaling, local_theta = (
+        read_layer_ropes(keys, model_type, max_tokens)
+        if row and row.has_local_rope
+        else (*read_rope(keys, model_type, max_tokens), None)
+    )
     for key in TOKEN_IDS:
         keys.require_ids(key)
     return ModelShape(
-        family="qwen3" if qk_norm else "llama",
+        family=_head_rule(kind, qk_norm=qk_norm),
         layers=keys.layers(),
         width=width,
         heads=heads,
         kv_heads=heads if keys.get("num_key_value_heads") is None else keys.whole("num_key_value_heads"),
-        head_dim=width // heads if keys.get("head_dim") is None else keys.whole("head_dim"),
+        head_dim=head_dim,
         # Qwen3-MoE's intermediate_size is the width of dense blocks, of which it has none.
         ffn=keys.whole("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
         vocab=keys.whole("vocab_size"),
@@ -119,6 +137,7 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
         qkv_bias=kind == "qwen2",
         window=window,
         full_layers=full_layers,
+        style=row.read(keys, head_dim, local_theta) if row else LLAMA,
         norm_eps=keys.number("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -128,9 +147,19 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     )
 
 
+def _head_rule(kind: ModelType, *, qk_norm: bool) -> Family:
+    """Whose rule gives the width of heads where it is left out: Llama's, or Qwen3's, in which it is a fixed number."""
+    if kind in STYLES:
+        return "llama" if DEFAULTS[kind]["head_dim"] is None else "qwen3"
+    return "qwen3" if qk_norm else "llama"
+
+
 def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int, ...]]:
     """How far back layers see, None for all tokens; and the layers that see all nonetheless."""
-    if kind == "llama":
+    row = STYLES.get(kind)
+    if row is not None and row.full_every is not None:
+        return _read_pattern(keys, row, row.full_every)
+    if kind == "llama" or row is not None:
         return None, ()
     window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
     if kind in ("mistral", "mixtral", "superstep_moe"):
@@ -146,6 +175,21 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int
         raise keys.refusal(
             "layer_types", "gives layers a sliding window, but the window is off; set use_sliding_window to true"
         )
+    full = tuple(layer for layer, each in enumerate(slides) if not each)
+    return (window, full) if any(slides) else (None, ())
+
+
+def _read_pattern(keys: JsonKeys, row: StyleRow, every: int) -> tuple[int | None, tuple[int, ...]]:
+    """The same of a family in which most layers have a window: without ``layer_types`` all but each ``every``-th."""
+    layers = keys.layers()
+    if "sliding_window_pattern" in keys:
+        every = keys.whole("sliding_window_pattern")
+    slides = [bool((layer + 1) % every) for layer in range(layers)]
+    if keys.get("layer_types") is not None:
+        slides = sliding_layers(keys, layers)
+    if keys.get("sliding_window") is None and not row.has_local_rope:
+        return None, ()
+    window = keys.whole("sliding_window")
     full = tuple(layer for layer, each in enumerate(slides) if not each)
     return (window, full) if any(slides) else (None, ())
 
@@ -218,10 +262,10 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
-        **write_rope(shape.rope_theta, shape.rope_scaling),
+        **write_rope(shape.rope_theta, shape.rope_scaling, shape.style.local_theta),
         "max_position_embeddings": shape.max_tokens,
         "initializer_range": shape.init_std,
-        "hidden_act": "silu",
+        **(STYLES[kind].write(shape) if kind in STYLES else {"hidden_act": "silu"}),
         "attention_bias": shape.qkv_bias,
         "mlp_bias": False,
         "torch_dtype": "float32",
@@ -237,8 +281,6 @@ _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
 
 def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
     match kind:
-        case "llama":
-            return {}
         case "mistral" | "mixtral" | "superstep_moe":
             return {"sliding_window": shape.window}
         case "qwen2" | "qwen3" | "qwen3_moe":
@@ -248,6 +290,8 @@ def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
             slides = [shape.rule(layer).window is not None for layer in range(shape.layers)]
             types = {"layer_types": [_LAYER_TYPES[each] for each in slides]} if shape.full_layers else {}
             return {**window, "max_window_layers": 0 if shape.window else shape.layers, **types}
+        case _:  # without windows, or with a row that writes them
+            return {}
 
 
 def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:

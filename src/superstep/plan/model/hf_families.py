@@ -8,7 +8,20 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-ModelType = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "superstep_moe"]
+ModelType = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "superstep_moe",
+]
 
 ARCHITECTURES: dict[ModelType, str] = {
     "llama": "LlamaForCausalLM",
@@ -17,6 +30,11 @@ ARCHITECTURES: dict[ModelType, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "superstep_moe": "SuperstepMoe",
 }
 
@@ -63,6 +81,35 @@ _QWEN3_MOE = _LLAMA | {
     "router_aux_loss_coef": 0.001,
     "router_z_loss_coef": 0.0,
 }
+_OLMO2 = _LLAMA | {"rms_norm_eps": 1e-5}
+_OLMO3 = _OLMO2 | {
+    "sliding_window": 4096,
+    "layer_types": None,
+    "rope_theta": 500000.0,
+    "rope_local_base_freq": 500000.0,
+}
+_GEMMA2 = _LLAMA | {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "layer_types": None,
+    "query_pre_attn_scalar": 256,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+_GEMMA3 = _GEMMA2 | {
+    "max_position_embeddings": 131072,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+_GRANITE = _LLAMA | dict.fromkeys(
+    ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
 
 DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -71,6 +118,11 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN2 | {"head_dim": 128},
     "qwen3_moe": _QWEN3_MOE,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO3,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "granite": _GRANITE,
     "superstep_moe": _LLAMA | {"sliding_window": None},
 }
 """Defaults of keys. Sizes have none: a file without them is refused. Special tokens have none either, as they follow
@@ -91,6 +143,11 @@ _EVERYWHERE: dict[str, tuple[Any, ...]] = {
     "auto_map": (),
 }
 _WITHOUT_WINDOW = {"use_sliding_window": (False,)}
+_GELU: dict[str, tuple[Any, ...]] = {
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh",),  # older files have both; transformers reads the other one
+    "use_bidirectional_attention": (False,),
+}
 
 
 def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
@@ -108,6 +165,11 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
             "use_qk_norm": (True,),
             "shared_expert_intermediate_size": (0,),
         },
+        "olmo2": {},
+        "olmo3": {"rope_local_base_freq": (500000.0,)},
+        "gemma2": _GELU,
+        "gemma3_text": _GELU | {"attn_logit_softcapping": ()},
+        "granite": {},
         "superstep_moe": _WITHOUT_WINDOW,
     }
     return _EVERYWHERE | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}
@@ -132,8 +194,8 @@ _GENERATION = (
 _REASONS: dict[str, str] = {
     "model_type transformers_version _name_or_path name_or_path _commit_hash": "origin of the file",
     "torch_dtype dtype": "dtype of the stored weights; in training numerics.compute decides",
-    "use_cache _attn_implementation attn_implementation _attn_implementation_autoset experts_implementation "
-    "_experts_implementation": "how a forward pass is computed, not its result",
+    "use_cache cache_implementation _attn_implementation attn_implementation _attn_implementation_autoset "
+    "experts_implementation _experts_implementation": "how a forward pass is computed, not its result",
     "output_attentions output_hidden_states output_router_logits return_dict_in_generate": (
         "what a forward pass returns; in training only the coefficient of the router's loss counts"
     ),
@@ -150,5 +212,6 @@ HARMLESS_IN: dict[ModelType, dict[str, str]] = {
         "intermediate_size": "width of dense blocks; an accepted file has none",
         "max_window_layers": "transformers does not read it: all layers have a sliding window, or none",
     },
+    "gemma3_text": {"_sliding_window_pattern": "transformers writes it and does not read it"},
 }
 """The same for one model type."""

@@ -47,6 +47,33 @@ def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, 
     return next(iter(thetas.values()), theta), next(iter(stretches.values()), None)
 
 
+def read_layer_ropes(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, RopeScaling | None, float]:
+    """Theta and scaling of layers that see all tokens, and theta of those with a window, which have no scaling.
+
+    ``rope_parameters`` has an object for each kind of layer; older files have ``rope_theta``, ``rope_scaling`` and
+    ``rope_local_base_freq``. Arguments and errors as of ``read_rope``.
+    """
+    raw, local = keys.get("rope_parameters"), keys.positive("rope_local_base_freq")
+    if not raw:
+        scaling = keys.get("rope_scaling")
+        if isinstance(scaling, dict) and "rope_type" not in scaling:
+            raise keys.refusal("rope_scaling", "must have rope_type in this family: transformers reads no other key")
+        return *read_rope(keys, model_type, max_tokens), local
+    if not isinstance(raw, dict) or not set(raw) <= set(_KINDS) or not all(isinstance(raw[each], dict) for each in raw):
+        raise keys.refusal("rope_parameters", f"must have an object for each of {' and '.join(_KINDS)}")
+    keys.require({"rope_scaling": ()})
+    thetas, stretches = {}, {}
+    for kind, default in zip(_KINDS, (keys.positive("rope_theta"), local), strict=True):
+        place = f"{model_type}rope_parameters.{kind}."
+        part = JsonKeys(raw.get(kind, {}), place, _DEFAULTS | {"rope_theta": default})
+        thetas[kind], stretches[kind] = part.positive("rope_theta"), _read_stretch(part, max_tokens)
+        part.require_read(())
+        if kind == _KINDS[1] and stretches[kind] is not None:
+            raise part.refusal("rope_type", "is not supported in layers with a window; it must be 'default'")
+    return thetas[_KINDS[0]], stretches[_KINDS[0]], thetas[_KINDS[1]]
+
+
+_KINDS = ("full_attention", "sliding_attention")
 _DEFAULTS = {
     "rope_type": "default",
     "original_max_position_embeddings": None,
@@ -113,8 +140,10 @@ def _original(part: JsonKeys, max_tokens: int) -> int:
     return max_tokens if part.get(key) is None else part.whole(key)
 
 
-def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """The keys of a ``config.json``, for all versions of transformers."""
+def write_rope(theta: float, scaling: RopeScaling | None, local_theta: float | None = None) -> dict[str, Any]:
+    """The keys of a ``config.json``, for all versions of transformers; ``local_theta`` of layers with a window, where
+    they have one of their own.
+    """
     rope: dict[str, Any]
     match scaling:
         case None:
@@ -140,4 +169,7 @@ def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
                 "attention_factor": scaling.attention_factor,
             }
     rope["rope_theta"] = theta
+    if local_theta is not None:
+        local = {"rope_type": "default", "rope_theta": local_theta}
+        return {"rope_parameters": dict(zip(_KINDS, (rope, local), strict=True))}
     return {"rope_theta": theta, "rope_parameters": rope, "rope_scaling": rope if scaling else None}

@@ -8,8 +8,9 @@ from pathlib import Path
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
 from superstep.plan.model import mla_models, sliding_window_models
-from superstep.plan.model.hf_config import from_hf_config, read_json
-from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape, check_shape, router_rule
+from superstep.plan.model.check_shape import check_shape, router_rule
+from superstep.plan.model.hf_config import from_hf_config, model_type, read_json
+from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape
 
 PRICED = mla_models.PRICED | sliding_window_models.PRICED
 """Named sizes that are priced and not trained."""
@@ -73,6 +74,7 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
         over["full_layers"] = tuple(full) or (over["layers"] - 1,)
     shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, **over)
     check_shape(shape)
+    model_type(shape)  # some family has such blocks
     return shape
 
 

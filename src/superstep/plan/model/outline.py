@@ -13,7 +13,7 @@ from typing import Literal
 from superstep.plan.rules import Rules
 
 Layer = Literal["linear", "embedding", "other"]
-"""A parameter's role in cutting: it multiplies (or is a bias), is looked up, or neither."""
+"""A parameter's role in cutting: it multiplies (or is a bias or a norm of all heads), is looked up, or neither."""
 
 Factor = Literal["a", "b"]
 """The first factor of an adapter, [rank, inputs], or the second, [outputs, rank]."""

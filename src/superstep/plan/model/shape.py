@@ -2,7 +2,8 @@
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes those of the Qwen3
 report (Yang 2025, tables 1 and 2) and its ``config.json`` files, Qwen2.5's of theirs; Mistral's and Mixtral's those of
-``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024). GPT-3 175B (Brown 2020, table 2.1) and
+``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024); OLMo's and
+Gemma's those of theirs. GPT-3 175B (Brown 2020, table 2.1) and
 Megatron's model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the
 decoder here has three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples
 of 256.
@@ -14,10 +15,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from superstep.errors import ConfigError
 from superstep.plan.config import Router
 from superstep.plan.model.attention_rule import AttentionRule
-from superstep.plan.model.rope import Llama3Rope, RopeScaling
+from superstep.plan.model.rope import Llama3Rope, RopeScaling, YarnRope
+from superstep.plan.model.style import GEMMA, LLAMA, OLMO, BlockStyle
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
 MOST_NUMBERS = 1 << 46
@@ -61,32 +62,6 @@ class MoeShape:
         return math.ceil(self.capacity_factor * self.experts_per_token * tokens / self.experts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterRule:
-    """The limits of a router.
-
-    Attributes:
-        experts_per_token: the only number that it takes, or None for any.
-        spare_experts: experts that it needs beyond those of one token.
-        renormalise: its only way to weigh, or None for either.
-        has_capacity: whether it drops tokens.
-    """
-
-    experts_per_token: int | None = None
-    spare_experts: int = 0
-    renormalise: bool | None = None
-    has_capacity: bool = False
-
-
-_ROUTER_RULES: dict[Router, RouterRule] = {
-    "dropless": RouterRule(),
-    "switch": RouterRule(experts_per_token=1, renormalise=False, has_capacity=True),
-    "top2": RouterRule(experts_per_token=2, renormalise=True, has_capacity=True),
-    # Its load asks how far a choice was from the best expert that was not chosen.
-    "noisy-topk": RouterRule(spare_experts=1, renormalise=True),
-}
-
-
 ROTATED = 64
 """Rotated numbers of a head in latent attention, beside the others."""
 
@@ -113,6 +88,7 @@ class ModelShape:
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
         full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma).
+        style: how its blocks differ from Llama's.
         sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
         dropout: the share of the outputs of attention and feed-forward that training drops.
@@ -139,6 +115,7 @@ class ModelShape:
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     sinks: bool = False
+    style: BlockStyle = LLAMA
     init_std: float = 0.02
     dropout: float = 0.0
     moe: MoeShape | None = None
@@ -167,7 +144,18 @@ class ModelShape:
 
     def rule(self, layer: int) -> AttentionRule:
         """The rule of a layer's attention."""
-        return AttentionRule(window=None if layer in self.full_layers else self.window)
+        window = None if layer in self.full_layers else self.window
+        return AttentionRule(window=window, soft_cap=self.style.soft_cap)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Multiplies what the embedding gives."""
+        return math.sqrt(self.width) if self.style.scales_embedding else self.style.embedding_scale
+
+    @property
+    def has_wide_qk_norm(self) -> bool:
+        """Whether queries and keys are normalised over all heads together."""
+        return self.qk_norm and self.style.wide_qk_norm
 
     @property
     def rules(self) -> tuple[AttentionRule, ...]:
@@ -212,8 +200,34 @@ def _qwen2(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
     return replace(base, **over)
 
 
+def _olmo(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
+    """OLMo 2's (2025) and OLMo 3's ``config.json`` files."""
+    base = _llama(
+        layers, width, heads, ffn, kv_heads=heads, vocab=100352, norm_eps=1e-6, qk_norm=True, max_tokens=4096,
+        style=OLMO,
+    )  # fmt: skip
+    return replace(base, **over)
+
+
+def _gemma(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
+    """Gemma 2's (2024) and Gemma 3's (2025) ``config.json`` files."""
+    base = _qwen3(
+        layers, width, heads, ffn, kv_heads=4, head_dim=256, vocab=256000, tied=True, qk_norm=False,
+        rope_theta=10000.0, max_tokens=8192, window=4096, full_layers=tuple(range(1, layers, 2)), style=GEMMA,
+    )  # fmt: skip
+    return replace(base, **over)
+
+
 _LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
 _LONG_SMALL = replace(_LONG, factor=32.0)
+_OLMO_LONG = YarnRope(
+    factor=8.0,
+    original_tokens=8192,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=True,
+    attention_factor=1.2079441541679836,
+)
 
 
 def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
@@ -279,6 +293,34 @@ SHAPES: dict[str, ModelShape] = {
     "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     "qwen3-30b-a3b": _qwen3(48, 2048, 32, 768, kv_heads=4, moe=_make_published_moe(128, 8, 0.001, layers=48)),
     "qwen3-235b-a22b": _qwen3(94, 4096, 64, 1536, kv_heads=4, moe=_make_published_moe(128, 8, 0.001, layers=94)),
+    "olmo2-7b": _olmo(32, 4096, 32, 11008),
+    "olmo3-7b": _olmo(
+        32,
+        4096,
+        32,
+        11008,
+        vocab=100278,
+        max_tokens=65536,
+        window=4096,
+        full_layers=tuple(range(3, 32, 4)),
+        rope_scaling=_OLMO_LONG,
+        style=replace(OLMO, local_theta=500000.0),
+    ),
+    "gemma2-2b": _gemma(26, 2304, 8, 9216, style=replace(GEMMA, soft_cap=50.0, logit_cap=30.0)),
+    "gemma3-1b": _gemma(
+        26,
+        1152,
+        4,
+        6912,
+        kv_heads=1,
+        vocab=262144,
+        qk_norm=True,
+        rope_theta=1000000.0,
+        max_tokens=32768,
+        window=512,
+        full_layers=tuple(range(5, 26, 6)),
+        style=replace(GEMMA, local_theta=10000.0),
+    ),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(
@@ -292,98 +334,3 @@ SHAPES: dict[str, ModelShape] = {
         moe=_make_published_moe(8, 2, 0.02, layers=32),
     ),
 }
-
-
-def router_rule(router: Router) -> RouterRule:
-    """The limits of a router; raises ConfigError for an unknown one."""
-    if router not in _ROUTER_RULES:
-        known = ", ".join(repr(each) for each in _ROUTER_RULES)
-        raise ConfigError(f"model.router = {router!r} is unknown; set model.router to one of {known}.")
-    return _ROUTER_RULES[router]
-
-
-def check_shape(shape: ModelShape) -> None:
-    """Check a decoder's numbers against each other; raises ConfigError where they do not fit."""
-    for name in ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
-        if getattr(shape, name) < 1:
-            raise ConfigError(f"model.{name} = {getattr(shape, name)} must be at least 1.")
-    _check_size(shape)
-    if shape.heads % shape.kv_heads:
-        choices = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
-        raise ConfigError(
-            f"model.kv_heads = {shape.kv_heads} must divide model.heads = {shape.heads}; set model.kv_heads to one of "
-            f"{choices}."
-        )
-    if shape.head_dim % 2:
-        raise ConfigError(
-            f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; set model.head_dim to "
-            f"{shape.head_dim + 1}."
-        )
-    if shape.qkv_bias and (shape.qk_norm or shape.moe):
-        name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
-        raise ConfigError(
-            f"model.{name} with biases on queries, keys and values: no model family has both; leave "
-            f"model.{name.partition(' ')[0]} out, or choose a model.name without biases."
-        )
-    if shape.dense_layers >= shape.layers:
-        raise ConfigError(
-            f"model.layers = {shape.layers} leaves no layer with experts after the {shape.dense_layers} dense ones; "
-            f"set model.layers to {shape.dense_layers + 1} or more."
-        )
-    if shape.moe:
-        _check_moe(shape.moe)
-
-
-def _check_size(shape: ModelShape) -> None:
-    """Refuse sizes that no machine trains before anything is computed from them: a config file may hold any number."""
-    experts = shape.moe.experts if shape.moe else 1
-    for name, value, most in (
-        ("layers", shape.layers, MOST_LAYERS),
-        ("heads", shape.heads, MOST_HEADS),
-        ("experts", experts, MOST_EXPERTS),
-        ("vocab", shape.vocab, MOST_VOCAB),
-    ):
-        if value > most:
-            raise ConfigError(f"model.{name} = {value} is beyond the limit; set model.{name} to {most} or less.")
-    for names, size in (
-        ("vocab x width", shape.vocab * shape.width),
-        ("heads x head_dim x width", shape.heads * shape.head_dim * shape.width),
-        ("ffn x width x experts", shape.ffn * shape.width * experts),
-    ):
-        if size > MOST_NUMBERS:
-            raise ConfigError(
-                f"model: {names} is {size:.1e} numbers, over the {MOST_NUMBERS:.1e} of a matrix; set them lower."
-            )
-
-
-def _check_moe(moe: MoeShape) -> None:
-    for name, least in (("experts", 1), ("experts_per_token", 1), ("shared_experts", 0)):
-        if getattr(moe, name) < least:
-            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least {least}.")
-    rule = router_rule(moe.router)
-    if rule.experts_per_token not in (None, moe.experts_per_token):
-        raise ConfigError(
-            f"model.experts_per_token = {moe.experts_per_token} is not what model.router = '{moe.router}' takes; "
-            f"set model.experts_per_token to {rule.experts_per_token}."
-        )
-    least = moe.experts_per_token + rule.spare_experts
-    if moe.experts < least:
-        raise ConfigError(
-            f"model.experts = {moe.experts} are too few for model.router = '{moe.router}' with "
-            f"model.experts_per_token = {moe.experts_per_token}; set model.experts to {least}."
-        )
-    if rule.renormalise not in (None, moe.renormalise):
-        raise ConfigError(
-            f"model.renormalise = {str(moe.renormalise).lower()} has no meaning for model.router = '{moe.router}'; "
-            "leave it out, or choose 'dropless'."
-        )
-    if (moe.capacity_factor is None) == rule.has_capacity:
-        raise ConfigError(
-            f"model.capacity_factor = {moe.capacity_factor} has no meaning for model.router = '{moe.router}'; "
-            "leave it out, or choose 'switch' or 'top2'."
-        )
-    if moe.capacity_factor is not None and not 0 < moe.capacity_factor < math.inf:
-        raise ConfigError(f"model.capacity_factor = {moe.capacity_factor} must be above 0.")
-    for name in ("balance_weight", "z_weight"):
-        if not 0 <= getattr(moe, name) < math.inf:
-            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least 0.")

@@ -42,13 +42,18 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Whether every layer's attention is one that the plan has: a ring of fast mode has no sliding window. Raises
-    ConfigError where it would need one.
+    """Whether every layer's attention is one that the plan has: a ring of fast mode has no sliding window and no soft
+    cap. Raises ConfigError where it would need them.
     """
     if plan.cp == 1 or plan.context != "ring" or config.numerics.exact:
         return
     ring, model = f"plan.cp = {plan.cp} with plan.context = 'ring'", f"model.name = '{config.model.name}'"
     tokens = config.data.sequence_tokens
+    caps = [rule.soft_cap for rule in shape.rules if rule.soft_cap is not None]
+    if caps:
+        raise ConfigError(
+            f"{ring} has no soft cap of scores, and {model} has one of {caps[0]:g}; set plan.context to 'ulysses'."
+        )
     windows = [window for window in (rule.window_in(tokens) for rule in shape.rules) if window is not None]
     if windows:
         raise ConfigError(

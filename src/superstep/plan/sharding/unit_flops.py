@@ -34,9 +34,18 @@ def count_visible_tokens(shape: ModelShape, layer: int, sequence_tokens: int) ->
     return shape.rule(layer).window_in(sequence_tokens) or sequence_tokens
 
 
-def biases(shape: ModelShape) -> int:
-    """Elements of a block's biases, which tensor parallelism cuts with their heads."""
-    return (shape.heads + 2 * shape.kv_heads) * shape.head_dim if shape.qkv_bias else 0
+def cut_vectors(shape: ModelShape) -> int:
+    """Elements of a block's biases and of norms over all heads, which tensor parallelism cuts with their heads."""
+    biases = shape.heads + 2 * shape.kv_heads if shape.qkv_bias else 0
+    norms = shape.heads + shape.kv_heads if shape.has_wide_qk_norm else 0
+    return (biases + norms) * shape.head_dim
+
+
+def whole_vectors(shape: ModelShape) -> int:
+    """Elements of a block's other norms."""
+    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
+    heads = 2 * shape.head_dim if shape.qk_norm and not shape.style.wide_qk_norm else 0
+    return shape.style.norm_count * shape.width + heads + narrow
 
 
 def cut_matrices(shape: ModelShape) -> int:

@@ -15,6 +15,7 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.model.decoder import Attend
+from superstep.numerics.invariant_attention import exact_soft_cap
 from superstep.numerics.invariant_matmul import product
 from superstep.numerics.sending import send
 from superstep.plan.sharding.parameters import has_cut_output
@@ -71,6 +72,8 @@ class TorchForward:
         out_1RX = self._served.head(h_1RD)
         if self._served.run.plan.grain is not None:  # in exact mode the head leaves the product to the code below
             part_RW = product(out_1RX[0], self._served.head.lm_head.weight.t())
+            if self._served.head.logit_cap is not None:
+                part_RW, _ = exact_soft_cap(part_RW, self._served.head.logit_cap)
         else:
             part_RW = out_1RX[0].float()
         if self._tp is not None and has_cut_output(self._served.run.outline, self._served.run.plan.rules):

@@ -12,6 +12,8 @@ rank's share:
       attention's output, and the log-sum-exp of its scores           T·N·H·e + T·N·4
       gate, up, their product; silu of the gate, where kernels keep it    (3; 4) · Tf·F·e
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
+        one norm over all heads                                       T·(N + K)·H·e + 2·T·4
+      norms after attention and feed-forward as well: what is added, 1 / rms      2 · t·D·e + 2 · t·4
       in a sliding window: attention's output once more, by blocks, and their masks
                                                                       T·N·H·e + queries·keys·e of each block
         or where each query's range of keys begins                    S·8
@@ -88,7 +90,7 @@ from superstep.cost.program.buffers import (
 )
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
-from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace
+from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace, keeps_gate
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
@@ -147,14 +149,30 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
 def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     shape = run.shape
     inputs = count_kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
-    stream = 2 * d.t * d.D * e + inputs.get("first norm", 0) * e + 2 * d.t * FP32
+    stream = _norm_inputs(run, d) * e + inputs.get("first norm", 0) * e + shape.style.norm_count * d.t * FP32
     attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchange_bytes(d, e, run)
-    qk_norm = d.T * (d.N + d.K) * (d.H * e + FP32) if shape.qk_norm else 0
+    qk_norm = d.T * (d.N + d.K) * d.H * e + _head_rows(run, d) * FP32 if shape.qk_norm else 0
     if shape.moe is None:
-        feed_forward = ((2 + run.kept.silu) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
+        feed_forward = ((2 + keeps_gate(run)) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
     return stream + attention + qk_norm + _sliding(d, e, run, rule) + feed_forward + count_kept_inner(run) * e
+
+
+def _norm_inputs(run: Resolved, d: LocalDims) -> int:
+    """Elements of the residual stream, and of what is added to it, that a block's norms and its input keep."""
+    match run.shape.style.norms:
+        case "before":
+            return 2 * d.t * d.D
+        case "around":
+            return 4 * d.t * d.D
+        case "after":  # what enters a product is counted there; the unit's input is kept where it is not the same
+            return (2 if d.t == d.T else 3) * d.t * d.D
+
+
+def _head_rows(run: Resolved, d: LocalDims) -> int:
+    """Rows of the norms of queries and keys: of each head, or of each token."""
+    return 2 * d.T if run.shape.style.wide_qk_norm else d.T * (d.N + d.K)
 
 
 def _keys(d: LocalDims, e: int, run: Resolved) -> int:
@@ -253,7 +271,9 @@ def _vectors(run: Resolved, d: LocalDims) -> int:
     """
     shape = run.shape
     biases = (d.N + 2 * d.K) * d.H if shape.qkv_bias else 0
-    norms, norms_of_heads = 2 * d.D, 2 * d.H if shape.qk_norm else 0
+    norms, norms_of_heads = shape.style.norm_count * d.D, 2 * d.H if shape.qk_norm else 0
+    if shape.has_wide_qk_norm:
+        norms_of_heads = (d.N + d.K) * d.H
     if not is_exact(run):
         return norms + norms_of_heads + biases
     norms *= d.t if run.kept.exact_products else EXACT // FP32

@@ -96,7 +96,7 @@ def input_workspace(run: Resolved, product_gradients: int) -> int:
     if is_exact(run) or run.config.lora is not None:
         return max(block_workspace(run)[1], product_gradients)
     if moe is None:
-        made, dropped = 3 * d.Tf * d.F, (2 + run.kept.silu) * d.Tf * d.F
+        made, dropped = 3 * d.Tf * d.F, (2 + keeps_gate(run)) * d.Tf * d.F
     else:
         R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
         made = R * max(3 * d.F, 3 * d.D - d.F) - shared * d.F + (d.m * d.D if shared else 0)
@@ -111,7 +111,13 @@ def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
     if not has_blocks:
         return ids
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    return ids + (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
+    tables = 1 if run.shape.style.local_theta is None else 2
+    return ids + tables * (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
+
+
+def keeps_gate(run: Resolved) -> bool:
+    """Whether a feed-forward keeps the activation of its gate: kernels, which do not, have silu alone."""
+    return run.kept.silu or run.shape.style.gate != "silu"
 
 
 def batch_bytes(run: Resolved, *, streams: int) -> int:

@@ -5,7 +5,7 @@ where e is the bytes of a number in the compute dtype and a pass a read or a wri
 takes twice these:
 
     norm 4, residual sum 3, rotation 7, silu and gate 5, lookup 2, with qk_norm 4 more on queries and keys, with biases
-    2 on queries, keys and values
+    2 on queries, keys and values; a scale 2
     rows of experts: sorted 2, unsorted 2, weighed and added 3
     cross entropy 5, over fp32 logits
     and once each, in fp32: gradient of a matrix, added into its buffer 2
@@ -81,8 +81,11 @@ def _block(run: Resolved, rule: AttentionRule) -> UnitOperations:
     linears, factors = tuple(_linears(run, d)), tuple(_factors(run))
     attention = _attention(run, d, rule)
     heads = d.T * (d.N + d.K) * d.H
-    moved = 2 * (4 + 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
+    style = run.shape.style
+    moved = (4 * style.norm_count + 2 * 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
     moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
+    moved += 2 * d.T * d.N * d.H if style.query_scale is not None else 0
+    moved += 2 * 2 * d.t * d.D if style.residual_scale != 1.0 else 0
     sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
     owned = rank_parameters(run)[1]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
@@ -187,6 +190,8 @@ def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iter
                 yield CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size)
             else:
                 yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+    if shape.has_wide_qk_norm and mesh.tp > 1:  # of each token's queries and of its keys
+        yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=FP32 * d.T, count=2)
     if shape.moe and mesh.ep > 1:
         rows = d.m * shape.moe.experts_per_token
         yield CollectiveOperation(collective="all-to-all", axis="ep", bytes=rows * d.D * e, count=2)

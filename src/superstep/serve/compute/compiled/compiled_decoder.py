@@ -22,6 +22,7 @@ from superstep.model.decoder import Embedding, Head
 from superstep.model.feedforward import FeedForward
 from superstep.model.norm import RMSNorm
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.style import LLAMA
 from superstep.serve.compute.compiled.compiled_lora import AdaptedRows
 from superstep.serve.compute.flat_batch import Rows
 from superstep.serve.compute.kernels.calls import BlockArgs, ModelArgs, StepArgs, Weight, address, as_array, pointer
@@ -195,6 +196,7 @@ def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOu
     return (
         shape.moe is None
         and not shape.full_layers
+        and shape.style == LLAMA
         and type(modules[0]) is Embedding
         and all(type(block) is BlockModule for block in modules[1:-1])
         and all(isinstance(linears.product(layer), PanelLinear) for layer in layers)

@@ -1,0 +1,145 @@
+"""check_shape: whether a decoder's numbers fit each other, and what each router of a mixture allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from superstep.errors import ConfigError
+from superstep.plan.config import Router
+from superstep.plan.model.shape import (
+    MOST_EXPERTS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_NUMBERS,
+    MOST_VOCAB,
+    ModelShape,
+    MoeShape,
+)
+from superstep.plan.model.style import LLAMA
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterRule:
+    """The limits of a router.
+
+    Attributes:
+        experts_per_token: the only number that it takes, or None for any.
+        spare_experts: experts that it needs beyond those of one token.
+        renormalise: its only way to weigh, or None for either.
+        has_capacity: whether it drops tokens.
+    """
+
+    experts_per_token: int | None = None
+    spare_experts: int = 0
+    renormalise: bool | None = None
+    has_capacity: bool = False
+
+
+_ROUTER_RULES: dict[Router, RouterRule] = {
+    "dropless": RouterRule(),
+    "switch": RouterRule(experts_per_token=1, renormalise=False, has_capacity=True),
+    "top2": RouterRule(experts_per_token=2, renormalise=True, has_capacity=True),
+    # Its load asks how far a choice was from the best expert that was not chosen.
+    "noisy-topk": RouterRule(spare_experts=1, renormalise=True),
+}
+
+
+def router_rule(router: Router) -> RouterRule:
+    """The limits of a router; raises ConfigError for an unknown one."""
+    if router not in _ROUTER_RULES:
+        known = ", ".join(repr(each) for each in _ROUTER_RULES)
+        raise ConfigError(f"model.router = {router!r} is unknown; set model.router to one of {known}.")
+    return _ROUTER_RULES[router]
+
+
+def check_shape(shape: ModelShape) -> None:
+    """Check a decoder's numbers against each other; raises ConfigError where they do not fit."""
+    for name in ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
+        if getattr(shape, name) < 1:
+            raise ConfigError(f"model.{name} = {getattr(shape, name)} must be at least 1.")
+    _check_size(shape)
+    if shape.heads % shape.kv_heads:
+        choices = [n for n in range(1, shape.heads + 1) if shape.heads % n == 0]
+        raise ConfigError(
+            f"model.kv_heads = {shape.kv_heads} must divide model.heads = {shape.heads}; set model.kv_heads to one of "
+            f"{choices}."
+        )
+    if shape.head_dim % 2:
+        raise ConfigError(
+            f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; set model.head_dim to "
+            f"{shape.head_dim + 1}."
+        )
+    if shape.qkv_bias and (shape.qk_norm or shape.moe):
+        name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
+        raise ConfigError(
+            f"model.{name} with biases on queries, keys and values: no model family has both; leave "
+            f"model.{name.partition(' ')[0]} out, or choose a model.name without biases."
+        )
+    if shape.dense_layers >= shape.layers:
+        raise ConfigError(
+            f"model.layers = {shape.layers} leaves no layer with experts after the {shape.dense_layers} dense ones; "
+            f"set model.layers to {shape.dense_layers + 1} or more."
+        )
+    if shape.moe:
+        if shape.style != LLAMA:
+            raise ConfigError(
+                f"model.experts = {shape.moe.experts} in blocks that differ from Llama's: no model family has both; "
+                "leave model.experts out, or choose another model.name."
+            )
+        _check_moe(shape.moe)
+
+
+def _check_size(shape: ModelShape) -> None:
+    """Refuse sizes that no machine trains before anything is computed from them: a config file may hold any number."""
+    experts = shape.moe.experts if shape.moe else 1
+    for name, value, most in (
+        ("layers", shape.layers, MOST_LAYERS),
+        ("heads", shape.heads, MOST_HEADS),
+        ("experts", experts, MOST_EXPERTS),
+        ("vocab", shape.vocab, MOST_VOCAB),
+    ):
+        if value > most:
+            raise ConfigError(f"model.{name} = {value} is beyond the limit; set model.{name} to {most} or less.")
+    for names, size in (
+        ("vocab x width", shape.vocab * shape.width),
+        ("heads x head_dim x width", shape.heads * shape.head_dim * shape.width),
+        ("ffn x width x experts", shape.ffn * shape.width * experts),
+    ):
+        if size > MOST_NUMBERS:
+            raise ConfigError(
+                f"model: {names} is {size:.1e} numbers, over the {MOST_NUMBERS:.1e} of a matrix; set them lower."
+            )
+
+
+def _check_moe(moe: MoeShape) -> None:
+    for name, least in (("experts", 1), ("experts_per_token", 1), ("shared_experts", 0)):
+        if getattr(moe, name) < least:
+            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least {least}.")
+    rule = router_rule(moe.router)
+    if rule.experts_per_token not in (None, moe.experts_per_token):
+        raise ConfigError(
+            f"model.experts_per_token = {moe.experts_per_token} is not what model.router = '{moe.router}' takes; "
+            f"set model.experts_per_token to {rule.experts_per_token}."
+        )
+    least = moe.experts_per_token + rule.spare_experts
+    if moe.experts < least:
+        raise ConfigError(
+            f"model.experts = {moe.experts} are too few for model.router = '{moe.router}' with "
+            f"model.experts_per_token = {moe.experts_per_token}; set model.experts to {least}."
+        )
+    if rule.renormalise not in (None, moe.renormalise):
+        raise ConfigError(
+            f"model.renormalise = {str(moe.renormalise).lower()} has no meaning for model.router = '{moe.router}'; "
+            "leave it out, or choose 'dropless'."
+        )
+    if (moe.capacity_factor is None) == rule.has_capacity:
+        raise ConfigError(
+            f"model.capacity_factor = {moe.capacity_factor} has no meaning for model.router = '{moe.router}'; "
+            "leave it out, or choose 'switch' or 'top2'."
+        )
+    if moe.capacity_factor is not None and not 0 < moe.capacity_factor < math.inf:
+        raise ConfigError(f"model.capacity_factor = {moe.capacity_factor} must be above 0.")
+    for name in ("balance_weight", "z_weight"):
+        if not 0 <= getattr(moe, name) < math.inf:
+            raise ConfigError(f"model.{name} = {getattr(moe, name)} must be at least 0.")

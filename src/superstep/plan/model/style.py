@@ -1,0 +1,63 @@
+"""BlockStyle: how a family's blocks, embedding and head differ from Llama's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Norms = Literal["before", "after", "around"]
+Gate = Literal["silu", "gelu_tanh"]
+
+NORM_NAMES: dict[Norms, tuple[str | None, str | None, str | None, str | None]] = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""Hugging Face's names of a block's norms: before and after attention, before and after the feed-forward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStyle:
+    """What a row of the table of families says beyond a model's sizes; by default Llama's.
+
+    Attributes:
+        norms: where a block's norms stand: before attention and feed-forward, after them (OLMo 2) or both (Gemma 2).
+        norm_offset: added to the weights of norms (Gemma: 1).
+        gate: the activation of the feed-forward's gate.
+        wide_qk_norm: with ``qk_norm``, one norm over all heads together (OLMo 2), not one for each head.
+        query_scale: multiplies scores; None for 1 / sqrt(head_dim).
+        soft_cap: of the scores of attention, as in ``AttentionRule``.
+        logit_cap: of the logits, likewise.
+        scales_embedding: what the embedding gives is multiplied by sqrt(width) (Gemma).
+        embedding_scale: multiplies what the embedding gives (Granite).
+        residual_scale: multiplies what attention and feed-forward add to the residual stream (Granite).
+        logit_divisor: divides the logits (Granite).
+        local_theta: rotary base of layers with a window, whose wavelengths are not scaled (Gemma 3, OLMo 3); None for
+            the same rotary embedding in all layers.
+    """
+
+    norms: Norms = "before"
+    norm_offset: float = 0.0
+    gate: Gate = "silu"
+    wide_qk_norm: bool = False
+    query_scale: float | None = None
+    soft_cap: float | None = None
+    logit_cap: float | None = None
+    scales_embedding: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
+    local_theta: float | None = None
+
+    @property
+    def norm_count(self) -> int:
+        """Norms of a block, without those of queries and keys."""
+        return sum(name is not None for name in NORM_NAMES[self.norms])
+
+
+LLAMA = BlockStyle()
+OLMO = BlockStyle(norms="after", wide_qk_norm=True)
+GEMMA = BlockStyle(norms="around", norm_offset=1.0, gate="gelu_tanh", scales_embedding=True)

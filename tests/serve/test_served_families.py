@@ -1,0 +1,102 @@
+"""Families with blocks unlike Llama's are served with the logits of training, or by torch where no kernel has them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from superstep.comm.device import Device
+from superstep.model.axes import units
+from superstep.model.decoder import Decoder
+from superstep.model.hf import save_weights
+from superstep.model.unit import global_tensors
+from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
+from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
+from superstep.serve.compute.flat_batch import RequestRows, Rows
+from superstep.serve.compute.kernels.build import build
+from superstep.serve.config import ServeConfig
+from superstep.serve.load_rank import load_rank
+
+TINY = replace(SHAPES["tiny"], tied=False)
+SLIDING = replace(TINY, window=24, full_layers=(1,))
+FAMILIES = {
+    "olmo2": replace(TINY, qk_norm=True, style=OLMO),
+    "olmo3": replace(SLIDING, qk_norm=True, style=replace(OLMO, local_theta=500.0)),
+    "gemma2": replace(SLIDING, style=replace(GEMMA, soft_cap=2.0, logit_cap=3.0)),
+    "gemma3": replace(SLIDING, qk_norm=True, style=replace(GEMMA, local_theta=500.0, query_scale=0.2)),
+    "granite": replace(
+        TINY, style=BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)
+    ),
+    "qwen3, mixed": replace(SLIDING, qk_norm=True),
+}
+FAMILY = pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)
+TOKENS = [(37 * n + 11 * (n // 7)) % TINY.vocab for n in range(300)]
+CUTS = [1, 2, 19, 64, 255, 256, 300]
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    """Exact mode sets torch to one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def made(shape, folder):
+    """A decoder of random weights, large enough that every part moves the logits, and its folder."""
+    torch.manual_seed(0)
+    decoder = Decoder(shape)
+    offset = shape.style.norm_offset
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+            else:
+                parameter.uniform_(0.5 - offset, 1.5 - offset)
+    save_weights(folder, global_tensors(decoder, units(shape)), shape)
+    return decoder
+
+
+def opened(folder, **serve):
+    return load_rank(folder, ServeConfig(pages=80, **serve), 0, None, Device("cpu")).forward
+
+
+def logits(forward, cuts, page=0):
+    """Of all tokens, computed in pieces that end at the cuts."""
+    found, pages = [], tuple(range(page, page + 20))
+    for begin, end in zip((0, *cuts), cuts, strict=False):
+        part = RequestRows(first=begin, count=end - begin, pages=pages[: -(-end // 16)])
+        found.append(forward(Rows(tokens=tuple(TOKENS[begin:end]), parts=(part,), wanted=tuple(range(end - begin)))))
+    return torch.cat(found)
+
+
+@FAMILY
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_logits_are_those_of_the_decoder(shape, exact, tmp_path):
+    decoder = made(shape, tmp_path)
+    with torch.no_grad():
+        expected = decoder(torch.tensor([TOKENS]))[0]
+    forward = opened(tmp_path, compute="fp32", exact=exact)
+    whole, pieces = logits(forward, [300]), logits(forward, CUTS, page=30)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4)
+    if exact:
+        assert torch.equal(pieces, whole)
+    else:
+        torch.testing.assert_close(pieces, expected, rtol=0, atol=1e-4)
+
+
+@FAMILY
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+def test_compiled_kernels_compute_a_family_rightly_or_leave_it_to_torch(shape, exact, tmp_path, compiled):
+    if build(compiled).library is None:
+        pytest.skip("there is no compiled decoder here")
+    decoder = made(shape, tmp_path)
+    forward = opened(tmp_path, compute="bf16", exact=exact, kernels=compiled)
+    assert not isinstance(forward, CompiledDecoder)
+    with torch.no_grad():
+        expected = decoder(torch.tensor([TOKENS]))[0]
+    found = logits(forward, CUTS).float()
+    # Logits of about 1 (of Gemma 2, up to 3) by a model in bf16, whose numbers have 8 bits.
+    assert (found - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
