@@ -38,6 +38,8 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"model__ffn": 10**15}, None, ["model: ffn x width x experts is", "numbers", "set them lower"]),
     ({"lora__rank": 0}, None, ["lora.rank = 0", "at least 1"]),
     ({"lora__alpha": float("nan")}, None, ["lora.alpha = nan", "above 0"]),
+    ({"lora__dropout": 1.0}, None, ["lora.dropout = 1", "at least 0 and below 1"]),
+    ({"model__dropout": 1.0}, None, ["model.dropout = 1.0", "at least 0 and below 1"]),
     ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),
     ({"lora__targets": ("q_prj",)}, None, ["lora.targets: 'q_prj'", "did you mean 'q_proj'?"]),
     ({"lora__rank": 2, "model__experts": 4}, None, ["lora with model.experts = 4", "leave [lora] out"]),
