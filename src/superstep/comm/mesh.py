@@ -89,7 +89,9 @@ class Mesh:
     def destroy(self) -> None:
         """Destroy the groups."""
         # Adapters share the groups of the dense parameters.
-        shared = [g for f, s in self.sharers.items() if f != "adapters" for g in (s.fetch, s.reduce, s.replicas)]
+        # Families without ranks of their own have those of the dense parameters.
+        own = [s for f, s in self.sharers.items() if f == "dense" or s is not self.sharers["dense"]]
+        shared = [group for s in own for group in (s.fetch, s.reduce, s.replicas)]
         groups = [
             self.world if self.transport.shared is not None else None,
             *shared,
@@ -132,9 +134,9 @@ def build_mesh(
         )
 
     # Without experts their groups would only cost connections.
-    shared: dict[Family, ParameterReplicas] = {f: sharers(f) for f in plan.families if f != "adapters"}
-    if "adapters" in plan.families:
-        shared["adapters"] = shared["dense"]
+    shared: dict[Family, ParameterReplicas] = {f: sharers(f) for f in plan.families if f in ("dense", "experts")}
+    # The same ranks share these.
+    shared |= {f: shared["dense"] for f in plan.families if f not in shared}
     has_channels = groups.transport.has_channels
     return Mesh(
         shape=shape,

@@ -11,9 +11,10 @@ In place of the layer, the first that applies:
 
 Around it, inner ones first, all that apply:
 
+    batch norm          which samples of the global batch its groups are
     tensor parallel     a lookup or a product is summed, an input enters, the unit's output is split
     experts             each tp rank has its share of the tokens
-    compiled            experts and dropout stay out of torch.compile
+    compiled            experts, dropout and batch norm stay out of torch.compile
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from superstep.engine.layers.implementation import Choice, Forward, Implementati
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
+from superstep.model.batch_norm import BatchNorm, normalise_by_place
 from superstep.model.custom.dropout import drop_by_place, is_dropout
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
@@ -88,7 +90,7 @@ def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tupl
 
 
 def _around(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    around: tuple[Implementation, ...] = ()
+    around = normalising_by_place(context.noise)
     if context.tp is not None:
         around += splitting(
             module,
@@ -131,6 +133,18 @@ def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
     )
 
 
+def normalising_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
+    """Batch norm, which is told the place of its samples."""
+    return (
+        Implementation(
+            "batch norm over groups of samples",
+            "model",
+            lambda path, layer: isinstance(layer, BatchNorm),
+            lambda path, layer, inner: normalise_by_place(layer, noise),
+        ),
+    )
+
+
 def _same(x: Tensor) -> Tensor:
     return x
 
@@ -150,7 +164,7 @@ _NOT_COMPILED = (
     Implementation(
         "outside torch.compile",  # a step's number would be compiled in
         "numerics.compile",
-        lambda path, layer: is_dropout(layer),
+        lambda path, layer: is_dropout(layer) or isinstance(layer, BatchNorm),
         _outside_compile,
     ),
 )

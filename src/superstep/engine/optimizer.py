@@ -48,7 +48,8 @@ Parts = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
 
 
 class Optimizer:
-    """Updates a rank's shards, fp32 throughout; weight decay is for matrices alone.
+    """Updates a rank's shards, fp32 throughout; weight decay is for matrices alone. To a running statistic its gradient
+    is added, which is no part of the gradients' norm.
 
     Args:
         units: of this rank.
@@ -80,8 +81,10 @@ class Optimizer:
         self._is_exact = is_exact
         self.steps = 0
         self.watcher: UpdateObserver | None = None
-        self._of_unit = [_parts([unit]) for unit in units]
-        self._of_all = _parts(units)
+        self._statistics = [unit.buffers for unit in units if unit.buffers.layout.family == "statistics"]
+        self._learnt = [unit for unit in units if unit.buffers not in self._statistics]
+        self._of_unit = [_parts([unit] if unit in self._learnt else []) for unit in units]
+        self._of_all = _parts(self._learnt)
 
     def sums(
         self, numbers: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
@@ -100,7 +103,7 @@ class Optimizer:
         """
         for unit in self._units:
             unit.buffers.finish_gradient()
-        parts = [unit.buffers.reduced[low:high] for unit in self._units for low, high in unit.ranges]
+        parts = [unit.buffers.reduced[low:high] for unit in self._learnt for low, high in unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
             squares[3] = excess.is_exceeded(numbers.device)
@@ -132,10 +135,14 @@ class Optimizer:
         self.steps += 1
         if self.watcher is None:
             self._update_all(self._of_all, lr, norm)
+            for buffers in self._statistics:
+                buffers.master.add_(buffers.reduced)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
                 self._update_all(updates, lr, norm)
+                if unit.buffers in self._statistics:
+                    unit.buffers.master.add_(unit.buffers.reduced)
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
             if not unit.buffers.shards_optimizer:

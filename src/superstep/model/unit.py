@@ -38,6 +38,8 @@ class ParamSpec:
     """If set, initial values are uniform between -bound and bound, instead of ``std``."""
     factor: Factor | None = None
     """The factor of an adapter; None for the model's own parameter."""
+    is_statistic: bool = False
+    """Whether it is a running statistic: its update adds its gradient, and nothing else."""
     stack: tuple[str, ...] = ()
     """Names of the global tensors of one shape along the first dim, such as those of experts; ``name`` is unused then.
     """

@@ -29,12 +29,14 @@ class NoisePlace:
         seed: of the run.
         step: of the run, from 0.
         sample: the number of the microbatch's first sample in the global batch; the others follow it.
+        samples: of the global batch.
         is_training: whether dropout drops.
     """
 
     seed: int = 0
     step: int = 0
     sample: int = 0
+    samples: int = 1
     is_training: bool = False
 
     def counter(self, name: str) -> Counter:
@@ -82,7 +84,7 @@ class Noise:
     def __init__(
         self, place: NoisePlace, prefix: str = "", held: FindHeld = hold_whole, samples: int | None = None
     ) -> None:
-        self._place = place
+        self.place = place
         self._prefix = prefix
         self._held = held
         self._samples = samples
@@ -106,10 +108,10 @@ class Noise:
 
     def mask(self, name: str, like: Tensor, p: float, *, dims: int | None = None) -> Callable[[Tensor], Tensor] | None:
         """``dropout`` as a function, which can be called again in a backward; None where nothing is dropped."""
-        if not self._place.is_training or p == 0:
+        if not self.place.is_training or p == 0:
             return None
         drawn, name = like.shape[1:dims], self._full_name(name, like)
-        held, counter = self._held(name, drawn, like.device), self._place.counter(name)
+        held, counter = self._held(name, drawn, like.device), self.place.counter(name)
         spread = math.prod(like.shape[1:]) // math.prod(drawn)
         return lambda x: drop(x, counter, held.firsts, p, spread=spread)
 
@@ -141,7 +143,7 @@ class Noise:
 
     def _words(self, name: str, like: Tensor, of: str | None = None) -> Tensor:
         held = self._held(of or name, like.shape[1:], like.device)
-        return random_words(self._place.counter(name), held.firsts, len(like), held.width)
+        return random_words(self.place.counter(name), held.firsts, len(like), held.width)
 
 
 def to_uniform(words: Tensor) -> Tensor:

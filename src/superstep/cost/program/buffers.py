@@ -30,6 +30,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "dense": unit.dense_on_rank(mesh.tp),
         "experts": unit.experts // mesh.ep,
         "adapters": unit.adapters_on_rank(mesh.tp),
+        "statistics": unit.statistics,
     }[family]
     return pad(numel, mesh.shards(family)) if numel else 0
 

@@ -64,6 +64,7 @@ class UnitParameters:
         factors: of adapters, cut over tp.
         whole_factors: those that are whole on each tp rank.
         partial_factors: those of them with a cut linear.
+        statistics: running statistics, whole on each tp rank.
     """
 
     matrices: int
@@ -73,6 +74,7 @@ class UnitParameters:
     factors: int = 0
     whole_factors: int = 0
     partial_factors: int = 0
+    statistics: int = 0
 
     def dense_on_rank(self, tp: int) -> int:
         """Elements on one tensor-parallel rank, without experts and adapters."""
@@ -83,7 +85,7 @@ class UnitParameters:
         return self.factors // tp + self.whole_factors
 
     def on_rank(self, tp: int, ep: int = 1) -> int:
-        return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp)
+        return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp) + self.statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class LocalDims:
     V: int
 
 
-_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None]
+_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None, bool]
 
 
 def local_dims(run: Resolved) -> LocalDims:
@@ -152,7 +154,9 @@ def local_dims(run: Resolved) -> LocalDims:
 def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
-    kinds = [tuple((p.axes, run.plan.pad_dims(p), p.factor) for p in owned) for owned in run.outline.owned]
+    kinds = [
+        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic) for p in owned) for owned in run.outline.owned
+    ]
     for kind in kinds:  # blocks are alike
         if kind not in known:
             known[kind] = _parameters(run.plan.rules, kind)
@@ -160,8 +164,8 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
 
 
 def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
-    own = [(axes, dims) for axes, dims, factor in owned if factor is None]
-    factors = [(axes, math.prod(dims)) for axes, dims, factor in owned if factor is not None]
+    own = [(axes, dims) for axes, dims, factor, is_statistic in owned if factor is None and not is_statistic]
+    factors = [(axes, math.prod(dims)) for axes, dims, factor, _ in owned if factor is not None]
     whole = [not rules.cuts_any(axes) for axes, _ in factors]
     # Two for each linear, one after the other: where one is cut, the other meets a part of it.
     beside = [whole[at ^ 1] for at in range(len(whole))]
@@ -177,6 +181,7 @@ def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
             for (_, size), is_whole, is_beside_whole in zip(factors, whole, beside, strict=True)
             if is_whole and not is_beside_whole
         ),
+        statistics=sum(math.prod(dims) for _, dims, _, is_statistic in owned if is_statistic),
     )
 
 

@@ -153,6 +153,8 @@ def lay_out(
 def _family(spec: ParamSpec, rules: Rules) -> Family:
     if spec.factor is not None:
         return "adapters"
+    if spec.is_statistic:
+        return "statistics"
     return "experts" if "ep" in map(rules.cut, spec.axes) else "dense"
 
 

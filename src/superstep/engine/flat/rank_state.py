@@ -61,7 +61,7 @@ class RankState:
                     zero=plan.zero,
                     shards=mesh.sharers[layout.family].shards,
                     place=mesh.sharers[layout.family].shard,
-                    compute=DTYPES[config.numerics.compute],
+                    compute=torch.float32 if layout.family == "statistics" else DTYPES[config.numerics.compute],
                     device=mesh.device,
                     seed=config.train.seed,
                     moments=MOMENTS[config.train.optimizer],

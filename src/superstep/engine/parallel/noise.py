@@ -38,6 +38,7 @@ def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, m: int)
         seed=run.config.train.seed,
         step=step or 0,
         sample=first_row(run.plan, mesh, count, m),
+        samples=count * run.plan.microbatch * mesh.shape.dp,
         is_training=step is not None,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from superstep.model.batch_norm import BatchNorm, normalise_by_place
 from superstep.numerics.noise import CurrentNoise, FindHeld, Noise, NoisePlace, hold_whole
 
 DRAWN_DIMS: Mapping[type[nn.Module], int | None] = {
@@ -39,11 +40,13 @@ def drop_by_place(path: str, layer: nn.Module, current: CurrentNoise) -> Callabl
 
 
 def serve_dropouts(module: nn.Module) -> CurrentNoise:
-    """Let the dropout modules of a module draw by place; what it returns gives them the noise."""
+    """Let the dropout modules and batch norms of a module compute by place; what it returns gives them theirs."""
     current = CurrentNoise()
     for path, layer in module.named_modules():
         if is_dropout(layer):
             layer.forward = drop_by_place(path, layer, current)
+        elif isinstance(layer, BatchNorm):
+            layer.forward = normalise_by_place(layer, current)  # type: ignore[assignment, method-assign]
     return current
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.model.batch_norm import STATISTICS, is_statistic
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
 from superstep.model.custom.dropout import run_with_noise, serve_dropouts
@@ -127,7 +128,19 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
         _check_bias(local, spec, where)
         layer = module.get_submodule(local.rpartition(".")[0])
         is_plain = is_plain_linear(layer) or is_plain_embedding(layer)
-        yield Parameter(name=param.name, axes=param.axes, dims=dims, layer=_layer(layer), is_plain=is_plain)
+        if param.is_statistic != is_statistic(module, local):
+            raise ConfigError(
+                f"{where}: unit '{spec.name}', '{local}' has is_statistic = {param.is_statistic}; set it to "
+                f"{not param.is_statistic}: {' and '.join(STATISTICS)} of a batch norm are statistics, nothing else."
+            )
+        yield Parameter(
+            name=param.name,
+            axes=param.axes,
+            dims=dims,
+            layer=_layer(layer),
+            is_plain=is_plain,
+            is_statistic=param.is_statistic,
+        )
 
 
 def _check_bias(local: str, spec: UnitSpec, where: str) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from superstep.model.batch_norm import is_statistic
 from superstep.model.custom.unsupported_modules import check_hooks, check_modules
 from superstep.model.unit import ParamSpec, UnitSpec
 
@@ -50,6 +51,7 @@ def as_units(
                 axes=(None,) * param.ndim,
                 std=None,
                 values=param.detach(),
+                is_statistic=is_statistic(module, local),
             )
             for local, param in module.named_parameters()
         }

@@ -59,7 +59,8 @@ def _statistics(part: nn.Module) -> str:
     if isinstance(part, _BatchNorm):
         return (
             f"is a {type(part).__name__}: its statistics couple the samples of a microbatch and are kept "
-            "apart from training, so the result would depend on the layout; use torch.nn.GroupNorm."
+            "apart from training, so the result would depend on the layout; use superstep.model.batch_norm.BatchNorm, "
+            "which has groups of samples, or torch.nn.GroupNorm."
         )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq:
         return (

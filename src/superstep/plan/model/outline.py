@@ -29,6 +29,7 @@ class Parameter:
         dims: the global tensor's shape.
         is_plain: whether its layer has no forward, hooks or options of its own, so that it can be cut.
         factor: which factor of an adapter it is; None for the model's own.
+        is_statistic: whether it is a running statistic.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Parameter:
     layer: Layer
     is_plain: bool = True
     factor: Factor | None = None
+    is_statistic: bool = False
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements on one tensor-parallel rank."""

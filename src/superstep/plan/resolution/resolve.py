@@ -209,7 +209,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         rules=rules,
         padding=padding,
         grain=grain,
-        families=_families(config, shape),
+        families=_families(config, shape, outline),
         units=outline.names,
         params=outline.reads,
         frozen=() if config.lora is None else without_adapters(outline),
@@ -219,8 +219,13 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     )
 
 
-def _families(config: RunConfig, shape: ModelShape | None) -> tuple[Family, ...]:
-    has = {"dense": True, "experts": bool(shape and shape.moe), "adapters": config.lora is not None}
+def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[Family, ...]:
+    has = {
+        "dense": True,
+        "experts": bool(shape and shape.moe),
+        "adapters": config.lora is not None,
+        "statistics": any(p.is_statistic for unit in outline.units for p in unit.parameters),
+    }
     return tuple(family for family in FAMILIES if has[family])
 
 

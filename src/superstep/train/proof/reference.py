@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.data.batch import Batch
-from superstep.engine.microbatch import example_of
 from superstep.model.axes import units
 from superstep.model.custom.dropout import run_with_noise, serve_dropouts
+from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
@@ -103,7 +103,8 @@ def unit_steps(
     """
     forward, parts = _units(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
-    yield from _steps(forward, trained, specs[-1].loss or token_losses(train), train, batches, clips=clips)
+    loss_sum = specs[-1].loss or token_losses(train)
+    yield from _steps(forward, trained, loss_sum, train, batches, clips=clips, together=count_together(specs))
 
 
 def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
@@ -117,8 +118,14 @@ def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
 
 
 def _place(now: DispatchContext) -> NoisePlace:
-    """Of a row's random numbers."""
-    return NoisePlace(seed=now.seed, step=now.step or 0, sample=now.sequences[0], is_training=now.step is not None)
+    """Of some rows."""
+    return NoisePlace(
+        seed=now.seed,
+        step=now.step or 0,
+        sample=now.sequences[0],
+        samples=now.batch_sequences,
+        is_training=now.step is not None,
+    )
 
 
 @torch.no_grad()
@@ -131,7 +138,9 @@ def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batc
     for batch in batches:
         for number, targets in enumerate(batch.targets_BS):
             now = DispatchContext(sequences=(number,), batch_sequences=len(batch.targets_BS), seed=seed, step=None)
-            nats += float(loss_sum(forward(_row_of(batch, number), now, _sight(batch, number)), targets[None]))
+            nats += float(
+                loss_sum(forward(_rows_of(batch, slice(number, number + 1)), now, _sight(batch, number)), targets[None])
+            )
             count += int((targets != IGNORE).sum())
     return nats / count
 
@@ -176,6 +185,7 @@ def _steps(
     batches: Sequence[Batch],
     *,
     clips: bool,
+    together: int = 1,
 ) -> Iterator[ReferenceStep]:
     params = [param for _, param in specs]
     optimizer = make_optimizer(train, params)
@@ -185,33 +195,42 @@ def _steps(
         divisor = _divisor(batch, is_counted=isinstance(loss_sum, TokenLosses))
         weights = batch.streams.get("weights")
         loss = 0.0
-        # Row by row: independent of a layout's split of the batch.
-        for number, targets in enumerate(batch.targets_BS):
+        # Row by row, or group by group: independent of a layout's split of the batch.
+        for number in range(0, len(batch.targets_BS), together):
+            some = slice(number, number + together)
             now = DispatchContext(
-                sequences=(number,), batch_sequences=len(batch.targets_BS), seed=train.seed, step=step
+                sequences=tuple(range(number, number + together)),
+                batch_sequences=len(batch.targets_BS),
+                seed=train.seed,
+                step=step,
             )
-            out = forward(_row_of(batch, number), now, _sight(batch, number))
+            targets = batch.targets_BS[some]
+            out = forward(_rows_of(batch, some), now, _sight(batch, number))
             if weights is None:
-                total = loss_sum(out, targets[None])
+                total = loss_sum(out, targets)
             else:
                 assert isinstance(loss_sum, TokenLosses), "a unit's own loss knows nothing of weights"
-                total = loss_sum(out, targets[None], weights[number])
+                total = loss_sum(out, targets, weights[some])
             row = total / divisor
             row.backward()
             loss += float(row.detach())
         # Parameters without influence on the loss have a gradient too.
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         gradients = {n: x.clone() for (spec, _), grad in zip(specs, grads, strict=True) for n, x in spec.views(grad)}
-        norm = sqrt(sum(map(_square, grads)))
+        learnt = [grad for (spec, _), grad in zip(specs, grads, strict=True) if not spec.is_statistic]
+        norm = sqrt(sum(map(_square, learnt)))
         if clips and step == 0 and norm > 0:
             clip_norm = min(clip_norm, float(f"{norm / 4:.1g}"))
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad.div_(max(norm / clip_norm, 1.0))
+        for (spec, param), grad in zip(specs, grads, strict=True):
+            param.grad = None if spec.is_statistic else grad.div_(max(norm / clip_norm, 1.0))
+            if spec.is_statistic:
+                param.data += grad
         for group in optimizer.param_groups:
             group["lr"] = rate(train, step)
         optimizer.step()
         kinds = MOMENTS[train.optimizer]
-        states = [(spec, optimizer.state[p]) for spec, p in specs]
+        # Statistics have moments that stay zero.
+        states = [(spec, optimizer.state[p] or {kind: torch.zeros_like(p) for kind in kinds}) for spec, p in specs]
         yield ReferenceStep(
             loss=loss,
             grad_norm=norm,
@@ -222,8 +241,8 @@ def _steps(
         )
 
 
-def _row_of(batch: Batch, number: int) -> Fields:
-    return example_of(batch.rows(slice(number, number + 1)))
+def _rows_of(batch: Batch, some: slice) -> Fields:
+    return {INPUT: batch.input[some], **{name: values[some] for name, values in batch.fields.items()}}
 
 
 def _sight(batch: Batch, number: int) -> Mapping[str, Any]:

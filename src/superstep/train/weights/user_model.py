@@ -12,6 +12,7 @@ from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.engine.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import outline_of, pass_through
+from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.custom.user_model import load_units
 from superstep.model.unit import GIVEN, UnitSpec
 from superstep.plan.config import RunConfig
@@ -38,6 +39,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     _check_compiled(run, specs)
     if config.data.source is not None:
         run = replace(run, samples=open_samples(config.data.source).fields)
+    require_whole_groups(specs, run.plan.microbatch, source)
     rows = example_rows(run)
     between = pass_through(specs, rows, torch.float32, source)
     if run.samples is None:

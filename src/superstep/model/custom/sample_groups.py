@@ -1,0 +1,39 @@
+"""Groups of samples that batch norms of a user's model normalise together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from superstep.errors import ConfigError
+from superstep.model.batch_norm import BatchNorm
+from superstep.model.meta import on_meta
+from superstep.model.unit import UnitSpec
+
+
+def list_groups(specs: Iterable[UnitSpec]) -> Iterator[tuple[UnitSpec, int]]:
+    """The group of each batch norm, with its unit."""
+    for spec in specs:
+        with on_meta():
+            module = spec.build()
+        yield from ((spec, layer.group) for layer in module.modules() if isinstance(layer, BatchNorm))
+
+
+def count_together(specs: Iterable[UnitSpec]) -> int:
+    """The samples that are computed together at least: 1 without batch norm."""
+    return math.lcm(*(group for _, group in list_groups(specs)))
+
+
+def require_whole_groups(specs: Iterable[UnitSpec], microbatch: int, where: str) -> None:
+    """Refuse groups that no microbatch holds whole.
+
+    Raises:
+        ConfigError: naming the first unit with one.
+    """
+    for spec, group in list_groups(specs):
+        if microbatch % group:
+            raise ConfigError(
+                f"{where}: unit '{spec.name}' has batch norm over groups of {group} samples, and plan.microbatch = "
+                f"{microbatch} does not hold them whole; set plan.microbatch to a multiple of {group}, or give the "
+                f"batch norm a group that divides {microbatch}."
+            )
