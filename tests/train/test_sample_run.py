@@ -9,8 +9,9 @@ import pytest
 import runs
 from pictures import PICTURES, write_pictures
 from superstep.cli.main import main
+from superstep.cli.prove.faults import hurt_config
 from superstep.errors import ConfigError
-from superstep.plan.config import ModelConfig, ProposedData, ProposedRun
+from superstep.plan.config import DataConfig, ModelConfig, ProposedData, ProposedRun, RunConfig
 from superstep.tune.recipe import run_with
 
 UNEVEN = """
@@ -146,6 +147,12 @@ def test_the_file_of_the_page_trains(here):
     assert main(["train", "run.toml", "--train.steps", "40", "--train.eval-every", "40", "--train.lr", "1e-2"]) == 0
     (evaluated,) = runs.events(Path("run"), "evaluated")
     assert evaluated["accuracy"] == 1.0
+
+
+def test_a_run_with_faults_reads_the_same_samples(tmp_path):
+    """Of a run on samples no field is set that has no meaning there."""
+    config = hurt_config(RunConfig(data=DataConfig(source="pictures.py")), Path("pictures.py"), tmp_path)
+    assert config.data == DataConfig(source=str(Path("pictures.py").resolve()))
 
 
 def test_the_decoder_reads_no_samples(here, capfd):

@@ -45,7 +45,7 @@ def prove_faults(run: Resolved, corpus: Path, *, kinds: Sequence[Kind] = KINDS, 
 
     Args:
         run: in exact mode.
-        corpus: the folder of its tokens.
+        corpus: the folder of its tokens, or its file of samples.
         kinds: of faults.
         seed: of the order and the targets.
 
@@ -95,9 +95,11 @@ def hurt_config(config: RunConfig, corpus: Path, folder: Path, *, is_hurt: bool 
     keep = StateConfig(
         dir=str(folder), save_every=SAVE_EVERY if is_hurt else 10**9, keep=3, snapshot_every=1 if is_hurt else None
     )
+    place = str(corpus.resolve())
+    data = replace(config.data, cache=place) if config.data.source is None else replace(config.data, source=place)
     return replace(
         RunConfig(**sections_of(config)),
-        data=replace(config.data, cache=str(corpus.resolve())),
+        data=data,
         train=replace(config.train, steps=10**6, eval_every=10**6),
         numerics=replace(config.numerics, exact=True),
         state=keep,

@@ -25,8 +25,9 @@ HANGS_S = 100_000
 def train(path: Path) -> int:
     """Train or resume; the exit status."""
     run = resolve_config(read_config(path))
-    assert run.config.data.cache is not None
-    with prepare_job(run, lambda *_: Path(run.config.data.cache or ""), Terminal(), launcher=launcher()) as job:
+    data = run.config.data.source or run.config.data.cache
+    assert data is not None
+    with prepare_job(run, lambda *_: Path(data), Terminal(), launcher=launcher()) as job:
         return 0 if job is None else launch(job, Terminal(), rank) or 0
 
 
