@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine import build
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.microbatch import microbatches_of, rows_at
 from superstep.engine.parallel.noise import noise_place
 from superstep.engine.tracing.trace_units import layers_of, operations_of
 from superstep.errors import ConfigError
@@ -102,8 +102,8 @@ def _seed_per_rank(module=build):
 
 
 def _rows_of_each_rank():
-    def place(run, mesh, step, count, m):
-        return replace(noise_place(run, mesh, step, count, m), sample=m * run.plan.microbatch)
+    def place(run, mesh, step, count, first):
+        return noise_place(run, mesh, step, count, first % (small.SEQUENCES // 2))
 
     return mock.patch.object(build, "noise_place", place)
 
@@ -255,6 +255,28 @@ def test_a_compiled_model_drops_outside_of_compiled_code():
     (choices,) = [layers for unit, layers in layers_of(run, units_of(run), CPU).items() if unit == 1]
     names = [[row.name for row in choice.chosen] for choice in choices if choice.layer == "Dropout"]
     assert names == [["dropout by place", "outside torch.compile"]]
+
+
+def _gradients(rank, world, run):
+    """Of the rows of this rank's place, and of the next one's: as the recheck of a gradient computes both."""
+    mesh, (batch, _) = build_mesh(run.plan, rank, CPU, timeout=timedelta(seconds=60)), _exact_batches()
+    engine, found = Engine(run, units_of(run), mesh), []
+
+    def refuse(*_):
+        found.append([piece.values.clone() for piece in engine.pieces(["gradient"])])
+        return "computed again"
+
+    for place in (rank, (rank + 1) % world):
+        parts = microbatches_of(batch.rows(rows_at(run.plan, place)), run.plan, mesh, place)
+        engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=0.0, judge=refuse)
+    mesh.destroy()
+    mine, others = found
+    return all(torch.equal(*both) for both in zip(mine, others, strict=True))
+
+
+@pytest.mark.multiproc
+def test_rows_have_their_numbers_on_whichever_rank_computes_them(pool):
+    assert pool.run(2, _gradients, resolve(decoder(dp=2)), timeout_s=60) == [True, True]
 
 
 def _losses(rank, world, runs):

@@ -98,7 +98,9 @@ def assemble(
         begin=begin,
         excess=excess,
         sight=build_sight(run, mesh, excess),
-        place=lambda context, m: noise_place(run, mesh, context.noise_step, len(context.microbatches), m),
+        place=lambda context, m: noise_place(
+            run, mesh, context.noise_step, len(context.microbatches), context.microbatches[m].first
+        ),
     )
 
 

@@ -26,6 +26,7 @@ class Microbatch:
             the host, whichever tokens this rank holds: int64 [microbatch, cp · S].
         streams: inputs of the loss for each target, by name: fp32, of the targets' shape.
         reads: the field that the first unit reads.
+        first: the number of its first row in the global batch.
     """
 
     fields: Mapping[str, Tensor]
@@ -33,6 +34,7 @@ class Microbatch:
     starts: Tensor | None = None
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     reads: str = TOKENS
+    first: int = 0
 
     @property
     def input(self) -> Tensor:
@@ -56,11 +58,6 @@ def rows_at(plan: Plan, place: int) -> slice:
     return slice(place * count, (place + 1) * count)
 
 
-def first_row(plan: Plan, mesh: Mesh, count: int, m: int) -> int:
-    """The number in the global batch of the first row of a rank's ``m``-th of ``count`` microbatches."""
-    return (mesh.at.dp * count + m) * plan.microbatch
-
-
 def microbatches(
     tokens_BS: Tensor,
     targets_BS: Tensor,
@@ -74,9 +71,9 @@ def microbatches(
     return microbatches_of(batch, plan, mesh)
 
 
-def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
-    """The rows of this rank's data-parallel place, cut into microbatches on its device; of each the tokens that a
-    context-parallel rank has.
+def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh, place: int | None = None) -> list[Microbatch]:
+    """The rows of this rank's data-parallel place, or of another, cut into microbatches on its device; of each the
+    tokens that a context-parallel rank has.
 
     Each has the whole ``starts_BS`` of its rows on the host, whichever tokens the rank holds.
     """
@@ -97,6 +94,13 @@ def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh) -> list[Microbatch]:
 
     every = zip(parts_of(batch.fields), parts(batch.targets_BS), starts, parts_of(batch.streams), strict=True)
     return [
-        Microbatch(fields=fields, targets=targets, starts=at, streams=streams, reads=batch.reads)
-        for fields, targets, at, streams in every
+        Microbatch(
+            fields=fields,
+            targets=targets,
+            starts=at,
+            streams=streams,
+            reads=batch.reads,
+            first=((mesh.at.dp if place is None else place) * count + m) * plan.microbatch,
+        )
+        for m, (fields, targets, at, streams) in enumerate(every)
     ]

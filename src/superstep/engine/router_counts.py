@@ -13,7 +13,6 @@ import torch
 
 from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Mesh
-from superstep.engine.microbatch import first_row
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.step_context import StepContext
 from superstep.model.expert_dispatch import DispatchContext, LayerRouterCounts
@@ -104,7 +103,7 @@ class ExpertRouting:
     def begin(self, context: StepContext, m: int) -> None:
         """Set the sequences of the ``m``-th microbatch in the exchange."""
         count, rows = len(context.microbatches), self._plan.microbatch
-        first = first_row(self._plan, self._mesh, count, m)
+        first = context.microbatches[m].first
         self.exchange.now = DispatchContext(
             sequences=tuple(range(first, first + rows)),
             batch_sequences=count * rows * self._mesh.shape.dp,

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.microbatch import first_row
 from superstep.engine.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import find_drawn
@@ -28,16 +27,20 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 
-def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, m: int) -> NoisePlace:
-    """The place of the random numbers of a rank's ``m``-th of ``count`` microbatches.
+def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: int) -> NoisePlace:
+    """The place of the random numbers of one of a rank's microbatches.
 
     Args:
+        run: the resolved run.
+        mesh: the launched ranks.
         step: from 0; None in evaluation, whose numbers are the same at every step.
+        count: microbatches of the rank.
+        first: the number of the microbatch's first row in the global batch.
     """
     return NoisePlace(
         seed=run.config.train.seed,
         step=step or 0,
-        sample=first_row(run.plan, mesh, count, m),
+        sample=first,
         samples=count * run.plan.microbatch * mesh.shape.dp,
         is_training=step is not None,
     )

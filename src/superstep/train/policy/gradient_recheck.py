@@ -66,7 +66,7 @@ class GradientRecheck:
         if only not in (None, place):
             batch = replace(batch, targets_BS=torch.full_like(batch.targets_BS, IGNORE))
         result = self._engine.train_step(
-            microbatches_of(batch, self._plan, mesh),
+            microbatches_of(batch, self._plan, mesh, place),
             valid_tokens=batch.valid_tokens,
             divisor=batch.divisor,
             lr=0.0,

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from superstep.comm.mesh import Mesh
 from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.samples.sample_file import SampleFile
 from superstep.data.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
-from superstep.engine.microbatch import rows
+from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.parallel.noise import noise_place
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import NoisePlace
@@ -89,13 +91,14 @@ def _samples_fault(config: RunConfig, samples: SampleFile, mine: slice, rank: in
 
 def noise_fault(run: Resolved, mesh: Mesh) -> str:
     """A difference between the place of this rank's random numbers and that of plain code, in words; empty without."""
-    plan = run.plan
-    for m in range(plan.microbatches):
-        place = noise_place(run, mesh, STEP, plan.microbatches, m)
+    plan, mine = run.plan, rows(run.plan, mesh)
+    tokens = torch.zeros(mine.stop - mine.start, run.config.data.sequence_tokens, dtype=torch.long)
+    for m, microbatch in enumerate(microbatches(tokens, tokens, plan, mesh)):
+        place = noise_place(run, mesh, STEP, plan.microbatches, microbatch.first)
         wanted = NoisePlace(
             seed=run.config.train.seed,
             step=STEP,
-            sample=rows(plan, mesh).start + m * plan.microbatch,
+            sample=mine.start + m * plan.microbatch,
             is_training=True,
         )
         for name in ("seed", "step", "sample", "is_training"):
