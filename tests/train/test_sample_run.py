@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from superstep.cli.main import main
 from superstep.cli.prove.faults import hurt_config
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, ProposedData, ProposedRun, RunConfig
+from superstep.plan.config_io import read_config
+from superstep.train.proof.all_layouts import layouts
 from superstep.tune.recipe import run_with
 
 UNEVEN = """
@@ -147,6 +150,15 @@ def test_the_file_of_the_page_trains(here):
     assert main(["train", "run.toml", "--train.steps", "40", "--train.eval-every", "40", "--train.lr", "1e-2"]) == 0
     (evaluated,) = runs.events(Path("run"), "evaluated")
     assert evaluated["accuracy"] == 1.0
+
+
+def test_all_layouts_of_a_run_on_samples_are_proven(here):
+    """Every schedule that four units allow, and the ZeRO stages that go with them."""
+    config = read_config(Path("run.toml"))
+    found = list(layouts(replace(config, numerics=replace(config.numerics, exact=True)), 2))
+    assert {run.plan.zero for run in found} == {0, 1, 3}
+    assert {run.plan.schedule for run in found if run.plan.mesh.pp == 2} >= {"1f1b", "zb-h1", "gpipe"}
+    assert {run.plan.mesh.tp * run.plan.mesh.cp for run in found} == {1}
 
 
 def test_a_run_with_faults_reads_the_same_samples(tmp_path):

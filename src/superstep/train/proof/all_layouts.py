@@ -87,7 +87,7 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
         cp=mesh.cp,
         tp=mesh.tp,
         recompute=RECOMPUTE[number % 3],
-        sequence_parallel=number % 4 != 3,
+        sequence_parallel=number % 4 != 3 and config.data.source is None,
         context=CONTEXT[number // 2 % 2] if mesh.cp > 1 else "ring",
         replicas=2 if can_replicate and way.zero and number % 2 else 1,
         ep=_experts(config, mesh, number),
@@ -136,11 +136,12 @@ def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
 
 
 def _resolve_layout(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
+    has_samples = config.data.source is not None
     varied = replace(
         config,
         plan=plan,
         model=replace(config.model, tied=number % 2 == 0),
-        data=replace(config.data, packed=number % 3 != 1),
+        data=config.data if has_samples else replace(config.data, packed=number % 3 != 1),
     )
     try:
         return resolve_config(varied, world)
