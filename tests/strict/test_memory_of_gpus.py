@@ -1,6 +1,7 @@
 """The peak of a step on an emulated GPU beside what is predicted of it."""
 
 import gc
+import json
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,9 @@ from superstep.errors import ConfigError
 from superstep.kernels import triton_loader
 from superstep.model import moe
 from superstep.model.router import route
+from superstep.plan.config import ModelConfig
+from superstep.plan.model.hf_config import to_hf_config
+from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
@@ -119,6 +123,26 @@ RUNS = {name: (plan, MODEL) for name, plan in LAYOUTS.items()} | SHAPES
 @pytest.mark.parametrize("name", RUNS)
 def test_a_peak_is_its_prediction(pool, name):
     run = on_gpu(*RUNS[name])
+    ranks = rank_bytes(run, compile_step(run.plan))
+    for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
+        assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
+
+
+FAMILIES = {
+    "olmo2": {"qk_norm": True, "style": OLMO},
+    "gemma2": {"window": 24, "full_layers": (1, 3), "style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
+    "gemma3": {"qk_norm": True, "window": 24, "full_layers": (3,), "style": replace(GEMMA, local_theta=500.0)},
+    "granite": {"style": BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)},
+}
+
+
+@pytest.mark.parametrize("layout", ["one bf16", "zero 3", "tp"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_peak_of_a_family_is_its_prediction(pool, name, layout, tmp_path):
+    path = tmp_path / "config.json"
+    plain = on_gpu(LAYOUTS[layout])
+    path.write_text(json.dumps(to_hf_config(replace(plain.shape, **{"qk_norm": False} | FAMILIES[name]))))
+    run = with_kept(resolve(replace(plain.config, model=ModelConfig(name=str(path)))), Device("cuda", 0))
     ranks = rank_bytes(run, compile_step(run.plan))
     for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)

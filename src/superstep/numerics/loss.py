@@ -160,8 +160,8 @@ class _Rows:
         given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
         if self.logit_cap is not None:
             capped_CV = _cap(logits_CV, self.logit_cap)
-            slope_CV = (capped_CV / self.logit_cap).square_().neg_().add_(1.0)
-            return kernel.reference_gradients(capped_CV, *given).mul_(slope_CV)
+            gradients_CV = kernel.reference_gradients(capped_CV, *given)
+            return gradients_CV.mul_(capped_CV.div_(self.logit_cap).square_().neg_().add_(1.0))
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)
             return logits_CV

@@ -150,7 +150,7 @@ def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     shape = run.shape
     inputs = count_kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
     stream = _norm_inputs(run, d) * e + inputs.get("first norm", 0) * e + shape.style.norm_count * d.t * FP32
-    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run) + _log_sums(d, run) + _exchange_bytes(d, e, run)
+    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
     qk_norm = d.T * (d.N + d.K) * d.H * e + _head_rows(run, d) * FP32 if shape.qk_norm else 0
     if shape.moe is None:
         feed_forward = ((2 + keeps_gate(run)) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
@@ -175,10 +175,11 @@ def _head_rows(run: Resolved, d: LocalDims) -> int:
     return 2 * d.T if run.shape.style.wide_qk_norm else d.T * (d.N + d.K)
 
 
-def _keys(d: LocalDims, e: int, run: Resolved) -> int:
-    """Bytes of keys and values as attention keeps them."""
+def _keys(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
+    """Bytes of keys and values as attention keeps them; that with a soft cap keeps what it was given."""
     if not is_exact(run):
-        return d.T * 2 * (d.N if run.kept.expanded_keys else d.K) * d.H * e
+        is_expanded = run.kept.expanded_keys and rule.soft_cap is None
+        return d.T * 2 * (d.N if is_expanded else d.K) * d.H * e
     return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
 
 
@@ -194,7 +195,7 @@ def _inner_inputs(d: LocalDims) -> dict[str, int]:
 def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     """Further bytes of attention in a window, for longer sequences."""
     window = rule.window_in(d.S)
-    if window is None or is_exact(run):
+    if window is None or is_exact(run) or rule.soft_cap is not None:
         return 0
     if not run.kept.window_blocks:
         return d.S * INDEX

@@ -66,6 +66,8 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
         return 0, _sum_bytes(run, d, d.V, d.D) + d.T * d.D * FP32
     rows, is_trained = min(d.Tv, CHUNK_TOKENS), run.plan.trains("dense")
     in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
+    if run.shape.style.logit_cap is not None:  # logits after the cap, and their gradient
+        in_fp32 = 2 * FP32
     rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
     forward = rows * d.V * (e + in_fp32) + (rows + d.Tv) * d.D * e + rounded
     of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run).shards_gradients else 0
