@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from superstep.comm.collectives import PendingCollective
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction
-from superstep.engine.microbatch import Microbatch
 from superstep.engine.tracing.operation_trace import TracedOperations
+from superstep.engine.values.microbatch import Microbatch
 from superstep.program.instructions import Instruction
 
 

@@ -22,7 +22,7 @@ from bench.machine import write_result
 from superstep.comm.mesh import Mesh, build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import Microbatch, microbatches, rows
+from superstep.engine.values.microbatch import Microbatch, microbatches, rows
 from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig

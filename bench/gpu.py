@@ -46,8 +46,8 @@ from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import TimedInstruction, recorder_for
 from superstep.engine.measure.probe_kernels import TimingOptions
-from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.kernels import triton_loader
 from superstep.launch.ranks import World, launch
 from superstep.model import experts as grouped

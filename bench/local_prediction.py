@@ -31,9 +31,9 @@ from superstep.cost.program.time.predict import predict
 from superstep.engine.engine import Engine
 from superstep.engine.measure.probe_kernels import TimingOptions
 from superstep.engine.measure.probe_machine import measure_here
-from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig

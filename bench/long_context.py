@@ -33,8 +33,8 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import Microbatch, microbatches
 from superstep.engine.saved_activations import with_kept
+from superstep.engine.values.microbatch import Microbatch, microbatches
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved, resolve

@@ -26,7 +26,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import barrier, gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.monitor.status_page import HeartbeatReceiver, HeartbeatWriter, NoHeartbeats, StatusPage

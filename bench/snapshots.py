@@ -44,7 +44,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.flat.snapshots import FlushResult
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.measure.disk import disk_rates
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig

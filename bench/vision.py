@@ -31,9 +31,9 @@ from bench.machine import write_result
 from superstep.comm.mesh import build_mesh
 from superstep.data.batch import Batch
 from superstep.data.prefetch import Prefetcher
-from superstep.data.source import open_source, stream_of
+from superstep.data.samples.source import open_source, stream_of
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World, launch
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config

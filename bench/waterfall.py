@@ -29,7 +29,7 @@ from bench.spawn import PATIENCE, Workload
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches
+from superstep.engine.values.microbatch import microbatches
 from superstep.kernels.product import linear, prefers_fp32, prefers_onednn
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES

@@ -20,9 +20,9 @@ from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.engine import executor
 from superstep.engine.engine import Engine
 from superstep.engine.flat import sync
-from superstep.engine.microbatch import microbatches_of, rows
 from superstep.engine.parallel import ring as ring_attention
 from superstep.engine.tracing.trace_units import operations_of
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step

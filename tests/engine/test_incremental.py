@@ -11,7 +11,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.incremental import PiecemealEngine
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import Fault
 from superstep.model.unit import initial
 from superstep.numerics.loss import IGNORE

@@ -16,7 +16,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import CudaRecorder, HostRecorder, recorder_for
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.instructions import Fetch, Forward, Recv, Reduce, Send, lane

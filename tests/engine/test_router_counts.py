@@ -12,7 +12,7 @@ from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.reports.plan_line import plan_text

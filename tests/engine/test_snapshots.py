@@ -15,7 +15,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.flat import snapshots
 from superstep.engine.flat.snapshots import FlushResult, Snapshots
 from superstep.engine.instruction_timer import HostRecorder
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
 from superstep.launch.ranks import launch_on

@@ -9,7 +9,7 @@ import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.values.microbatch import Microbatch
 from superstep.numerics.fixed_point import OutOfRange
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.resolution.resolve import resolve

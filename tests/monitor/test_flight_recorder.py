@@ -12,7 +12,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import HostRecorder
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.stack_dump import ask_spy, threads_of
 from superstep.model.axes import units
 from superstep.monitor.flight_recorder import NOTES, RecordedLines, notes_in

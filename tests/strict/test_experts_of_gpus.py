@@ -13,8 +13,8 @@ from strict_ranks import device_module, gpu_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches
 from superstep.engine.parallel.expert import ExpertParallel
+from superstep.engine.values.microbatch import microbatches
 from superstep.model import experts
 from superstep.model.axes import units
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch

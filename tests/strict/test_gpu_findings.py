@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.launch import ranks
 from superstep.model import expert_dispatch, experts, fused_attention
 from superstep.model.axes import units

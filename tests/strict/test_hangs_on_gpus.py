@@ -18,7 +18,7 @@ from strict_ranks import device_module
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.errors import RankLost
 from superstep.launch.ranks import launch_on
 from superstep.model.axes import units

@@ -12,7 +12,7 @@ from strict_ranks import device_module, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.numerics.fixed_point import PARAMETER, RangeExcess
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.policy.corruption_check import Integrity

@@ -10,7 +10,7 @@ from strict_ranks import SETTINGS, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.strict.nccl.works import StreamWork

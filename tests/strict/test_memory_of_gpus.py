@@ -20,8 +20,8 @@ from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.memory.memory_fit import memory_of, with_communicators
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
 from superstep.engine.saved_activations import with_kept
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.errors import ConfigError
 from superstep.kernels import triton_loader
 from superstep.model import moe

@@ -17,7 +17,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.measure import probe_kernels
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
-from superstep.engine.microbatch import microbatches
+from superstep.engine.values.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.numerics.policy import PolicyLoss
 from superstep.plan.config import ModelConfig

@@ -16,7 +16,7 @@ from strict_ranks import SETTINGS, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.flat import rank_state
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.check import check

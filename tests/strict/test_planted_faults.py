@@ -21,7 +21,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import CudaRecorder, HostRecorder
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve

@@ -11,7 +11,7 @@ from strict_ranks import SETTINGS, gpu_of
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.plan.config import StateConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import load, save

@@ -10,7 +10,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from superstep.data import shuffle as shuffle_module
 from superstep.data import token_stream as stream_module
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.serve.compute import sampler as draw_module
 from superstep.serve.compute import torch_forward as forward_module
 from superstep.train import corpus_trainer

@@ -21,7 +21,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.stack_dump import answering
 from superstep.model.axes import units
 from superstep.monitor.status_page import HeartbeatWriter, StatusPage

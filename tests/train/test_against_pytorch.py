@@ -9,7 +9,7 @@ from bench.peers import PeerJob, initial_weights, random_batches, run
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.tolerance import TOLERANCE

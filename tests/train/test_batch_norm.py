@@ -17,10 +17,10 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import example_of, microbatches_of, rows
+from superstep.engine.values.microbatch import example_of, microbatches_of, rows
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.model.batch_norm import BatchNorm
+from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.custom.units_from_modules import as_units
@@ -193,7 +193,7 @@ def test_a_group_that_is_cut_is_refused_where_it_is_computed():
 
 
 def test_torchs_batch_norm_is_refused_with_ours():
-    with pytest.raises(ConfigError, match=re.escape("superstep.model.batch_norm.BatchNorm")):
+    with pytest.raises(ConfigError, match=re.escape("superstep.model.by_place.batch_norm.BatchNorm")):
         as_units([nn.BatchNorm1d(3)])
 
 

@@ -15,8 +15,8 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches
 from superstep.engine.parallel import ring
+from superstep.engine.values.microbatch import microbatches
 from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder

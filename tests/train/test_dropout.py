@@ -14,9 +14,9 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine import build
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of, rows_at
 from superstep.engine.parallel.noise import noise_place
 from superstep.engine.tracing.trace_units import layers_of, operations_of
+from superstep.engine.values.microbatch import microbatches_of, rows_at
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.decoder import Decoder

@@ -10,7 +10,7 @@ import small
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches
+from superstep.engine.values.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.plan.resolution.resolve import resolve
 

@@ -15,7 +15,7 @@ from objectives import compare
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.errors import DataError, Fault
 from superstep.launch.ranks import World
 from superstep.model.axes import units

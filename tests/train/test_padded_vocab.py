@@ -13,7 +13,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder

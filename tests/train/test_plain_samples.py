@@ -8,7 +8,7 @@ import pytest
 from pictures import write_pictures
 from superstep.data.samples.sample_file import open_samples
 from superstep.data.samples.sample_stream import SampleStream
-from superstep.train.proof.plain_samples import PlainSamples, sample_fault
+from superstep.train.proof.plain.plain_samples import PlainSamples, sample_fault
 
 SIZE = 12
 MINE = slice(6, 12)

@@ -8,7 +8,7 @@ from corpus import write_corpus
 from superstep.data.shuffle import permute
 from superstep.data.token_files import open_corpus
 from superstep.numerics.loss import IGNORE
-from superstep.train.proof.plain_stream import shuffle
+from superstep.train.proof.plain.plain_stream import shuffle
 from superstep.train.proof.sampler import draw_fault
 from superstep.train.proof.stream import plain_split
 

@@ -13,7 +13,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches
+from superstep.engine.values.microbatch import microbatches
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.hf import FILE, open_weights

@@ -17,7 +17,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import example_of, microbatches_of, rows
+from superstep.engine.values.microbatch import example_of, microbatches_of, rows
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.custom.inspect import outline_of, pass_through

@@ -21,7 +21,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World
 from superstep.model.hf import open_weights
 from superstep.model.peft_adapter import FILE, linears_of, read_adapter

@@ -15,7 +15,7 @@ from superstep.comm.objects import RankPeers
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import stream_of
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches, rows
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import load_weights

@@ -10,6 +10,7 @@ import torch
 from superstep.comm.mesh import Mesh
 from superstep.engine.attention.choose_attention import build_sight
 from superstep.engine.build_modules import (
+    BuiltModule,
     Loss,
     build_loss,
     build_module,
@@ -28,7 +29,7 @@ from superstep.engine.layers.grad_accumulation import Adder, GradientSink, Gradi
 from superstep.engine.parallel.noise import find_held, noise_place
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
-from superstep.engine.value_shapes import find_shapes
+from superstep.engine.values.value_shapes import find_shapes
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.unit import Fields, Source, UnitSpec, list_sources, takes_only_fields
 from superstep.numerics.dtypes import DTYPES
@@ -63,19 +64,11 @@ def assemble(
     sums = GradientSums()
     excess = RangeExcess()
     exact = _exact(run, mesh, buffers, sums, excess)
-    shared = _parameters(buffers)
     sources = list_sources(specs)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
     layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact) for unit in here}
-    built = {
-        unit: build_module(
-            specs[unit], {local: shared[p.name] for local, p in specs[unit].params.items()}, layers[unit]
-        )
-        for unit in here
-    }
+    built = _build_modules(run, specs, mesh, buffers, layers)
     modules = {unit: module for unit, (module, _) in built.items()}
-    for unit, module in modules.items():
-        fill_buffers(module, specs[unit], mesh.device.torch, compute_dtype)
     held = find_held(run, specs, mesh, compute_dtype, example)
     compute = {
         unit: make_compute(module, specs[unit], exchange, layers[unit].noise, held) for unit, module in modules.items()
@@ -102,6 +95,20 @@ def assemble(
             run, mesh, context.noise_step, len(context.microbatches), context.microbatches[m].first
         ),
     )
+
+
+def _build_modules(
+    run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, buffers: Buffers, layers: Mapping[int, LayerContext]
+) -> dict[int, BuiltModule]:
+    """The modules of this rank's units, and the implementations of their layers."""
+    shared = _parameters(buffers)
+    built = {
+        unit: build_module(specs[unit], {local: shared[p.name] for local, p in specs[unit].params.items()}, context)
+        for unit, context in layers.items()
+    }
+    for unit, (module, _) in built.items():
+        fill_buffers(module, specs[unit], mesh.device.torch, DTYPES[run.config.numerics.compute])
+    return built
 
 
 def _layer_context(

@@ -25,7 +25,7 @@ from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
 from superstep.engine.parallel.tensor import own_part
 from superstep.kernels.cross_entropy import apply_temperature
-from superstep.model.custom.dropout import run_with_noise
+from superstep.model.by_place.dropout import run_with_noise
 from superstep.model.decoder import Head
 from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.meta import on_meta
@@ -37,11 +37,11 @@ from superstep.numerics.objective import LossTarget, objective_sum
 Compute = Callable[[Sequence[Tensor], SequenceView], Tensor]
 Loss = Callable[[Tensor, LossTarget, float], Tensor]
 UnitLoss = Callable[[Tensor, Tensor], Tensor]
+BuiltModule = tuple[nn.Module, tuple[Choice, ...]]
+"""A unit's module, and the implementations of its layers."""
 
 
-def build_module(
-    spec: UnitSpec, params: Mapping[str, nn.Parameter], context: LayerContext
-) -> tuple[nn.Module, tuple[Choice, ...]]:
+def build_module(spec: UnitSpec, params: Mapping[str, nn.Parameter], context: LayerContext) -> BuiltModule:
     """The unit's module with the given parameters, and the implementations of its layers."""
     with on_meta():
         module = spec.build()

@@ -14,11 +14,11 @@ from superstep.engine.executor import Executor
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.malloc_tuning import keep_what_is_freed
-from superstep.engine.microbatch import Microbatch
 from superstep.engine.router_counts import ExpertRouting
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
 from superstep.engine.step_update import StepUpdate
 from superstep.engine.token_metrics import Score, TokenMetrics, require_divisor
+from superstep.engine.values.microbatch import Microbatch
 from superstep.launch.stop_request import StopRequest
 from superstep.model.unit import Fields, UnitSpec
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats

@@ -22,7 +22,7 @@ from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_rep
 from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradients
 from superstep.engine.layers.implementation import Choice, names_of
 from superstep.engine.step_context import StepContext, StepResult
-from superstep.engine.unit_values import Key, UnitValues
+from superstep.engine.values.unit_values import Key, UnitValues
 from superstep.model.custom.inspect import UnitOutput
 from superstep.model.unit import INPUT, Source, start_graph
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats

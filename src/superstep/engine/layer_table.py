@@ -33,8 +33,8 @@ from superstep.engine.layers.implementation import Choice, Forward, Implementati
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
-from superstep.model.batch_norm import BatchNorm, normalise_by_place
-from superstep.model.custom.dropout import drop_by_place, is_dropout
+from superstep.model.by_place.batch_norm import BatchNorm, normalise_by_place
+from superstep.model.by_place.dropout import drop_by_place, is_dropout
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec

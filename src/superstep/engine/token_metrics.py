@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superstep.comm.collectives import gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import ConfigError, DataError
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import exact_loss_sum, require_exact_loss

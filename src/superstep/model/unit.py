@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from superstep.model.custom.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
 from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, NoisePlace
 from superstep.plan.model.outline import Factor

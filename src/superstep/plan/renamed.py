@@ -14,7 +14,7 @@ RENAMED = {
     "superstep.program.memory": "superstep.program.peak_memory",
     "superstep.plan.split": "superstep.plan.sharding",
     "superstep.plan.resolve": "superstep.plan.resolution.resolve",
-    "superstep.train.batches": "superstep.engine.microbatch",
+    "superstep.train.batches": "superstep.engine.values.microbatch",
     "superstep.numerics.sequence_policy": "superstep.numerics.sequence_losses",
     "superstep.serve.api.body_validation": "superstep.http.body_validation",
     "superstep.serve.api.drain": "superstep.http.drain",

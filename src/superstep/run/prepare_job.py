@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from superstep.data.source import open_source, stream_of
+from superstep.data.samples.source import open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config

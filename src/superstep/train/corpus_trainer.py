@@ -10,12 +10,12 @@ from pathlib import Path
 
 from superstep.data.batch import Batch, BatchSource, SplitName
 from superstep.data.prefetch import Prefetcher
-from superstep.data.source import DataStream, bytes_per_token, check_kind, open_source, stream_of
+from superstep.data.samples.source import DataStream, bytes_per_token, check_kind, open_source, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
-from superstep.engine.microbatch import microbatches_of, rows, rows_at
 from superstep.engine.router_counts import RoutingResult
 from superstep.engine.torch_profiler import Profiler
+from superstep.engine.values.microbatch import microbatches_of, rows, rows_at
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.manifest import Position

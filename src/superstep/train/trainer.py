@@ -21,7 +21,7 @@ from torch import Tensor
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.instruction_timer import HostRecorder, Recorder
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.errors import Fault
 from superstep.launch.ranks import World
 from superstep.numerics.objective import Objective

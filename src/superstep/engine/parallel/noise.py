@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.value_shapes import example_rows
+from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import find_drawn
 from superstep.model.lora import DROPOUT, AdaptedLinear

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from superstep.errors import ConfigError
-from superstep.model.batch_norm import BatchNorm
-from superstep.model.custom.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.batch_norm import BatchNorm
+from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec, initial
 from superstep.numerics.noise import NoisePlace

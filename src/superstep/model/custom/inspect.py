@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.model.batch_norm import STATISTICS, is_statistic
+from superstep.model.by_place.batch_norm import STATISTICS, is_statistic
+from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
-from superstep.model.custom.dropout import run_with_noise, serve_dropouts
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from superstep.errors import ConfigError
-from superstep.model.batch_norm import BatchNorm
+from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from superstep.model.batch_norm import is_statistic
+from superstep.model.by_place.batch_norm import is_statistic
 from superstep.model.custom.unsupported_modules import check_hooks, check_modules
 from superstep.model.unit import ParamSpec, UnitSpec
 

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superstep.errors import ConfigError
-from superstep.model.custom.dropout import is_dropout
+from superstep.model.by_place.dropout import is_dropout
 
 SHARES = ("p", "dropout_p", "dropout")
 """Names of the dropped share in operations' arguments."""
@@ -59,8 +59,8 @@ def _statistics(part: nn.Module) -> str:
     if isinstance(part, _BatchNorm):
         return (
             f"is a {type(part).__name__}: its statistics couple the samples of a microbatch and are kept "
-            "apart from training, so the result would depend on the layout; use superstep.model.batch_norm.BatchNorm, "
-            "which has groups of samples, or torch.nn.GroupNorm."
+            "apart from training, so the result would depend on the layout; use "
+            "superstep.model.by_place.batch_norm.BatchNorm, which has groups of samples, or torch.nn.GroupNorm."
         )
     if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq:
         return (

@@ -19,7 +19,7 @@ import torch
 
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import Objective
 from superstep.plan.resolution.resolve import Plan

@@ -20,7 +20,7 @@ from superstep.comm.mesh import Mesh, build_mesh
 from superstep.comm.objects import RankPeers, gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.microbatch import microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.checkpoint import load, save

@@ -21,7 +21,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers, gather
 from superstep.data.batch import TOKENS, Batch
 from superstep.engine.engine import Engine as Trainer
-from superstep.engine.microbatch import microbatches, microbatches_of, rows
+from superstep.engine.values.microbatch import microbatches, microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.batch_generate import PromptResult, generate

@@ -18,7 +18,7 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
-from superstep.engine.microbatch import example_of, microbatches_of, rows
+from superstep.engine.values.microbatch import example_of, microbatches_of, rows
 from superstep.launch.ranks import World
 from superstep.model.unit import UnitSpec, global_specs
 from superstep.plan.config import TrainConfig

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from superstep.data.batch import Batch
 from superstep.model.axes import units
-from superstep.model.custom.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
 from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
@@ -193,27 +193,18 @@ def _steps(
     for step, batch in enumerate(batches):
         optimizer.zero_grad()
         divisor = _divisor(batch, is_counted=isinstance(loss_sum, TokenLosses))
-        weights = batch.streams.get("weights")
         loss = 0.0
         # Row by row, or group by group: independent of a layout's split of the batch.
         for number in range(0, len(batch.targets_BS), together):
-            some = slice(number, number + together)
             now = DispatchContext(
                 sequences=tuple(range(number, number + together)),
                 batch_sequences=len(batch.targets_BS),
                 seed=train.seed,
                 step=step,
             )
-            targets = batch.targets_BS[some]
-            out = forward(_rows_of(batch, some), now, _sight(batch, number))
-            if weights is None:
-                total = loss_sum(out, targets)
-            else:
-                assert isinstance(loss_sum, TokenLosses), "a unit's own loss knows nothing of weights"
-                total = loss_sum(out, targets, weights[some])
-            row = total / divisor
-            row.backward()
-            loss += float(row.detach())
+            part = _loss_of(forward, loss_sum, batch, now) / divisor
+            part.backward()
+            loss += float(part.detach())
         # Parameters without influence on the loss have a gradient too.
         grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         gradients = {n: x.clone() for (spec, _), grad in zip(specs, grads, strict=True) for n, x in spec.views(grad)}
@@ -239,6 +230,16 @@ def _steps(
             weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
+
+
+def _loss_of(forward: Forward, loss_sum: TokenLosses | UnitLoss, batch: Batch, now: DispatchContext) -> Tensor:
+    """The loss of some rows, summed."""
+    some = slice(now.sequences[0], now.sequences[-1] + 1)
+    out, weights = forward(_rows_of(batch, some), now, _sight(batch, some.start)), batch.streams.get("weights")
+    if weights is None:
+        return loss_sum(out, batch.targets_BS[some])
+    assert isinstance(loss_sum, TokenLosses), "a unit's own loss knows nothing of weights"
+    return loss_sum(out, batch.targets_BS[some], weights[some])
 
 
 def _rows_of(batch: Batch, some: slice) -> Fields:

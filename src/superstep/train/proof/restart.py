@@ -32,7 +32,7 @@ from superstep.state.tensor_piece import TensorPiece
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, steps
 from superstep.train.proof.ignored_targets import Ragged
-from superstep.train.proof.plain_stream import PlainSplit
+from superstep.train.proof.plain.plain_stream import PlainSplit
 from superstep.train.proof.sampler import PROMPTS, can_serve, find_served_fault
 from superstep.train.proof.stream import plain_split
 from superstep.train.run_folder.run_paths import RunFolder

@@ -18,16 +18,16 @@ import torch
 from superstep.comm.mesh import Mesh
 from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.samples.sample_file import SampleFile
-from superstep.data.source import Source, open_source, stream_of
+from superstep.data.samples.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
-from superstep.engine.microbatch import microbatches, rows
 from superstep.engine.parallel.noise import noise_place
+from superstep.engine.values.microbatch import microbatches, rows
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import NoisePlace
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
-from superstep.train.proof.plain_samples import PlainSamples, sample_fault
-from superstep.train.proof.plain_stream import PlainSplit, Row
+from superstep.train.proof.plain.plain_samples import PlainSamples, sample_fault
+from superstep.train.proof.plain.plain_stream import PlainSplit, Row
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
 """Kinds of rows: ``data.packed`` and ``data.document_mask``."""

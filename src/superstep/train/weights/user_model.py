@@ -9,7 +9,7 @@ import torch
 
 from superstep.data.samples.sample_file import open_samples
 from superstep.engine.tracing.trace_user_model import rehearse
-from superstep.engine.value_shapes import example_rows
+from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
 from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups

@@ -12,7 +12,7 @@ from torch import Tensor
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.flat.offload import OffloadedBuffers
-from superstep.engine.microbatch import microbatches_of
+from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.sequence_losses import SequenceLossResult

@@ -8,7 +8,7 @@ import torch
 
 from superstep.comm.device import Device
 from superstep.data.batch import TOKENS
-from superstep.engine.microbatch import Microbatch
+from superstep.engine.values.microbatch import Microbatch
 from superstep.numerics.loss import IGNORE
 from superstep.tune.tinker.losses import TrainingSequence
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from superstep.model.batch_norm import BatchNorm, normalise_by_place
+from superstep.model.by_place.batch_norm import BatchNorm, normalise_by_place
 from superstep.numerics.noise import CurrentNoise, FindHeld, Noise, NoisePlace, hold_whole
 
 DRAWN_DIMS: Mapping[type[nn.Module], int | None] = {

@@ -12,7 +12,7 @@ from superstep.data.batch import Batch, SplitName
 from superstep.data.samples.noise import noise_of
 from superstep.data.samples.sample_file import SampleFile
 from superstep.plan.sample_fields import TARGET
-from superstep.train.proof.plain_stream import shuffle
+from superstep.train.proof.plain.plain_stream import shuffle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Layers that depend on the place of their samples in the training: dropout and batch norm."""

@@ -1,0 +1,1 @@
+"""Plain code that a run's batches are compared with."""
