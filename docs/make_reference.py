@@ -229,12 +229,12 @@ _FAMILIES = [
     (
         "`gemma2`",
         "Gemma 2",
-        "norms around, with 1 + weight; GELU; a scaled embedding; soft caps; a sliding window in every other layer",
+        "norms before and after, times 1 + weight; GELU; a scaled embedding; soft caps; a window in every other layer",
     ),
     (
         "`gemma3_text`",
         "Gemma 3",
-        "the same without the cap of scores; norms of queries and keys; a rotary base for layers with a window",
+        "the same without the cap of scores; norms of queries and keys; layers with a window have their own rotary base",
     ),
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),

@@ -162,9 +162,9 @@ class StepDone:
     grad_norm: float
     """The global norm before clipping."""
     tokens: int
-    """Valid tokens of this step's global batch, or what else the run ``counts``."""
+    """Valid tokens of this step's global batch; on samples, its samples or targets, as ``counts`` says."""
     counts: Counts = "tokens"
-    """What ``tokens``, ``tokens_per_s`` and ``tokens_seen`` are numbers of."""
+    """What ``tokens``, ``tokens_per_s`` and ``tokens_seen`` count."""
     tokens_per_s: float
     step_s: float
     """The whole step, with the wait for its batch."""
@@ -261,7 +261,7 @@ class Evaluated:
     """Nats per valid token."""
     bits_per_byte: float | None
     accuracy: float | None = None
-    """The share of targets whose class has the highest logit; null of tokens and of a model's own loss."""
+    """The share of targets whose class has the highest logit; null for text, and for a loss of the model's own."""
     seconds: float
 
 
