@@ -19,7 +19,7 @@ from superstep.program.needed_values import Value
 from superstep.program.text import describe
 
 LATER = -1
-"""In the place of a reader: those on later pipeline ranks."""
+"""Stands for all readers on later pipeline ranks, whose summed gradient arrives by one receive."""
 
 
 def check(program: Program) -> Program:
@@ -139,7 +139,7 @@ class _Rank:
             yield "the step is missing"
 
     def _use(self, value: Value) -> bool:
-        """Use an output once; whether it is there."""
+        """Count one use of an output that is here, and forget it after the last. False if it is not here."""
         if value not in self.left:
             return False
         self.left[value] -= 1
@@ -152,14 +152,14 @@ class _Rank:
         return "" if is_there else "what is sent must have been computed, and is sent once"
 
     def _add_gradient(self, value: int, m: int, reader: int) -> str:
-        """Add a reader's gradient of a value."""
+        """Note that a reader has added its gradient of a value. Returns the broken rule, or nothing."""
         parts = self.summed.setdefault(("grad", value, m), [])
         parts.append(reader)
         is_next = parts == self.readers[value][: len(parts)]
         return "" if is_next else f"the gradient of value u{value} is summed from its last reader to its first"
 
     def _take_gradient(self, value: int, m: int) -> bool:
-        """Use a value's gradient; whether it is whole."""
+        """Forget a value's gradient, which is used once. False if a reader has not added to it."""
         return self.summed.pop(("grad", value, m), []) == self.readers.get(value, [])
 
     def _describe_pass(self, unit: int, m: int) -> str:

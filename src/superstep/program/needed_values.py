@@ -1,4 +1,4 @@
-"""NeededValues: the values that an instruction needs and another rank may have sent."""
+"""NeededValues: the outputs and gradients that an instruction needs and another rank may have sent."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 
 Value = tuple[Wire, int, int]
-"""An output of a unit, or its gradient: wire, number of the value, microbatch."""
+"""An output of a unit (wire "act") or its gradient ("grad"): wire, number of the value, microbatch."""
 
 
 class NeededValues:
     """The values that each instruction of a program needs.
 
-    A forward pass needs what the unit takes, a backward pass the gradient of what it returns. Where later stages take
-    a value too, the first backward pass here that adds to its gradient needs theirs; a send needs what it passes on.
+    A forward pass needs what the unit takes, a backward pass the gradient of what it returns. A send needs what it
+    passes on. If later stages take one of the unit's inputs too, its backward pass adds to a gradient that begins with
+    theirs, so it needs that as well.
     """
 
     def __init__(self, program: Program) -> None:

@@ -104,7 +104,7 @@ def high_water(program: Program, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]
 
 
 def course(program: Program, rank: int, sizes: Sequence[UnitBytes]) -> tuple[Peak, ...]:
-    """What a rank holds during each of its instructions, in order."""
+    """The transient bytes of a rank during each of its instructions, in order: one ``Peak`` for each."""
     return tuple(_level(*at) for at in _during(program, rank, sizes))
 
 
@@ -232,7 +232,7 @@ class _Held:
 
     def _put_input_gradient(self, unit: int, m: int) -> None:
         for value in self.taken[unit]:
-            # Added at the end to what other units that take the value left.
+            # Other units may have left their gradient of the value. Both exist until this one is added at the end.
             part = (unit,) if ("boundary", "grad", value, m) in self.items else ()
             self.put("boundary", "grad", value, m, *part, size=self.sizes[value].boundary)
 
@@ -253,7 +253,9 @@ class _Held:
                 self.put("kept", "value", value, m, size=self.sizes[value].boundary)
 
     def _keep_inputs(self, unit: int, m: int) -> None:
-        """Count inputs as kept from their last use on: once, however many units keep them."""
+        """Count the unit's inputs as kept from their last use on; before, they count as "boundary". However many units
+        keep an input, it counts once.
+        """
         for value in self.taken[unit]:
             self.keepers[value, m] = self.keepers.get((value, m), 0) + 1
             if self.left.get((value, m), 1) == 1:
@@ -269,7 +271,7 @@ class _Held:
                 self.drop("kept", "value", value, m)
 
     def _count_beyond_inputs(self, unit: int, size: int) -> int:
-        """Of kept bytes those beside the unit's inputs."""
+        """``size``, what a unit keeps, without the bytes of its inputs."""
         return size - sum(self.sizes[value].boundary for value in self.taken[unit])
 
     def end(self, i: Instruction) -> None:

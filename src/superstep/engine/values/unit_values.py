@@ -1,4 +1,4 @@
-"""UnitValues: what units return on a rank and the gradients of it, each held until its last use."""
+"""UnitValues: the outputs of units on a rank, and their gradients, each held until its last use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 Key = tuple[int, int]
-"""A value, which is what unit ``value - 1`` returns, and a microbatch."""
+"""The number of a value, which is the output of unit ``number - 1``, and a microbatch."""
 
 
 class UnitValues:
@@ -27,7 +27,7 @@ class UnitValues:
         self._outputs[value, m] = output, self._uses[value]
 
     def use(self, value: int, m: int) -> Tensor:
-        """The value, for one use."""
+        """Return a value and count one use; it is forgotten after the last. Raises KeyError if it is not held."""
         output, left = self._outputs.pop((value, m))
         if left > 1:
             self._outputs[value, m] = output, left - 1
@@ -39,5 +39,5 @@ class UnitValues:
         self._gradients[value, m] = gradient if before is None else before + gradient
 
     def take_gradient(self, value: int, m: int) -> Tensor:
-        """The whole gradient of the value."""
+        """Return the whole gradient of a value and stop holding it."""
         return self._gradients.pop((value, m))

@@ -30,7 +30,20 @@ def example_rows(run: Resolved) -> dict[str, torch.Tensor]:
 def find_shapes(
     run: Resolved, specs: Sequence[UnitSpec], compute: torch.dtype, example: torch.Tensor | Fields | None
 ) -> tuple[dict[str, UnitOutput], tuple[UnitOutput, ...]]:
-    """The shape and dtype of each field, and of the input and what each unit returns, on this rank."""
+    """Shapes and dtypes on this rank, for one microbatch: of each field by name; and of each value, by its number.
+
+    Value 0 is the input of the batch, value ``v`` the output of unit ``v - 1``. With sequence parallelism outputs have
+    this rank's part of the sequence.
+
+    Args:
+        run: the resolved run.
+        specs: the model's units.
+        compute: the dtype of activations.
+        example: one row of input, or of each field; None for the run's own data.
+
+    Raises:
+        ConfigError: a unit does not run on such fields.
+    """
     plan = run.plan
     if example is None:
         example = example_rows(run)

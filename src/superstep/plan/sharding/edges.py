@@ -30,7 +30,11 @@ def list_taken_values(units: int, inputs: Sequence[Sequence[int]]) -> tuple[Valu
 
 
 def list_passing_values(stages: Sequence[Values], taken: Sequence[Values]) -> tuple[Values, ...]:
-    """The values that enter each stage from the one before, the newest first; one more entry, empty, ends them."""
+    """The values that enter each stage from the stage before, the newest first.
+
+    The result has one entry more than there are stages, the last of them empty, so that entry ``stage + 1`` always has
+    what leaves a stage.
+    """
     stage_of = {unit: stage for stage, units in enumerate(stages) for unit in units}
     last_reader = {value: stage_of[unit] for unit, values in enumerate(taken) for value in values}
     entering: list[list[int]] = [[] for _ in range(len(stages) + 1)]
@@ -43,7 +47,7 @@ def list_passing_values(stages: Sequence[Values], taken: Sequence[Values]) -> tu
 def require_no_return(
     names: Sequence[str], stages: Sequence[Values], placement: Sequence[int], taken: Sequence[Values]
 ) -> None:
-    """Refuse a value that comes to one pipeline rank twice, where it could not be told from itself.
+    """Refuse a value that leaves a pipeline rank and comes back to it: the rank would hold two values of one number.
 
     Raises:
         ConfigError: naming the unit that returns it.

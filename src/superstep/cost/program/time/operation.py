@@ -133,7 +133,7 @@ class UnitOperations:
 
 
 def count_value_bytes(units: Sequence[UnitOperations], value: int) -> int:
-    """Bytes of what the unit before returns; of value 0, those of the input."""
+    """Bytes of a value, which is the output of unit ``value - 1``; value 0 is the input of the first unit."""
     returned = units[value - 1].output_bytes if value else None
     return units[value].input_bytes if returned is None else returned
 
