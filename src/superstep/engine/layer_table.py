@@ -122,7 +122,7 @@ def keep_for_loss(module: nn.Module, spec: UnitSpec, kernels: LayerKernels = "to
 
 
 def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
-    """Dropout of the numbers that belong to its place."""
+    """Dropout modules that draw by place (``numerics.noise``)."""
     return (
         Implementation(
             "dropout by place",
@@ -134,7 +134,7 @@ def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
 
 
 def normalising_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
-    """Batch norm, which is told the place of its samples."""
+    """Batch norm, which needs to know the place of its samples in the global batch."""
     return (
         Implementation(
             "batch norm over groups of samples",

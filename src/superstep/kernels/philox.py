@@ -34,10 +34,10 @@ BLOCK = 2**18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counter:
-    """What the elements of a tensor have in common.
+    """The part of key and counter that the elements of a tensor have in common.
 
     Attributes:
-        key: 64 bits, of what is drawn.
+        key: 64 bits that say what is drawn.
         step: below 2^32.
         sample: of the first of B samples, below 2^32; the others follow it.
     """
@@ -48,7 +48,7 @@ class Counter:
 
     @property
     def numbers(self) -> tuple[int, int, int]:
-        """Three signed integers of 64 bits."""
+        """Key, step and sample as signed integers of 64 bits, as torch's operators take them."""
         return self.key - 2**64 if self.key >= 2**63 else self.key, self.step, self.sample
 
 

@@ -40,13 +40,13 @@ class NoisePlace:
     is_training: bool = False
 
     def counter(self, name: str) -> Counter:
-        """Of the words with a name. Evaluations have names of their own."""
+        """The counter of the random words with a name. Evaluations draw other words than training."""
         digest = hashlib.blake2b(f"{self.seed}:{self.is_training}:{name}".encode(), digest_size=8).digest()
         return Counter(key=int.from_bytes(digest, "little"), step=self.step, sample=self.sample)
 
 
 EVALUATION = NoisePlace()
-"""Of a model that is used: it drops nothing, and other draws are the same for every input."""
+"""The place outside of training: nothing is dropped, and other draws are the same for every input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,22 @@ class HeldElements:
 
 
 FindHeld = Callable[[str, torch.Size, torch.device], HeldElements]
-"""From a name, the shape of a sample's tensor as it is held here, and its device."""
+"""Finds the elements that are held here, from a name, the shape of a sample's tensor as it is here, and a device."""
 
 
 def hold_whole(name: str, shape: torch.Size, device: torch.device) -> HeldElements:
-    """Where tensors are whole."""
+    """All elements, in one row: for a rank that holds the whole tensor."""
     return HeldElements(torch.zeros(1, dtype=torch.int64, device=device), math.prod(shape))
 
 
 class Noise:
-    """The random numbers of one forward of a unit. A name that is used again in a forward has other numbers.
+    """The random numbers of one forward of a unit. The second use of a name in a forward draws other numbers.
 
     Args:
         place: of the microbatch.
         prefix: of all names, such as a unit's name with a dot.
-        held: the elements of each tensor that are here.
-        samples: of the microbatch, the first dim of every tensor; None for any number.
+        held: finds the elements of each tensor that are here.
+        samples: the number of samples in the microbatch, the first dim of every tensor; None allows any number.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Noise:
         return x if mask is None else mask(x)
 
     def mask(self, name: str, like: Tensor, p: float, *, dims: int | None = None) -> Callable[[Tensor], Tensor] | None:
-        """``dropout`` as a function, which can be called again in a backward; None where nothing is dropped."""
+        """``dropout`` as a function, so that a backward pass can call it again; None if nothing is dropped."""
         if not self.place.is_training or p == 0:
             return None
         drawn, name = like.shape[1:dims], self._full_name(name, like)
@@ -116,8 +116,8 @@ class Noise:
         return lambda x: drop(x, counter, held.firsts, p, spread=spread)
 
     def uniform(self, name: str, like: Tensor) -> Tensor:
-        """Numbers between 0 and 1, both excluded: fp32, of the shape of ``like``, samples first, on its device; raises
-        as ``dropout``.
+        """Uniform numbers between 0 and 1, both excluded: fp32, with the shape and device of ``like``, samples first.
+        Raises as ``dropout`` does.
         """
         return to_uniform(self._words(self._full_name(name, like), like)).view(like.shape)
 

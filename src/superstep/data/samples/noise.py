@@ -12,7 +12,7 @@ from superstep.data.batch import SPLITS, SplitName
 
 
 def noise_of(seed: int, split: SplitName, epoch: int, index: int) -> np.random.Generator:
-    """The random numbers of a sample in an epoch."""
+    """The generator of a sample's random numbers in an epoch."""
     key = np.array([seed, SPLITS.index(split)], np.uint64)
     counter = np.array([0, 0, epoch, index], np.uint64)
     return np.random.Generator(np.random.Philox(counter=counter, key=key))

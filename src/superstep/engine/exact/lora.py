@@ -79,7 +79,7 @@ def _sum(
 
 
 def _add_to_a(parts: _Parts, dh_BSR: Tensor, x_BSI: Tensor) -> None:
-    """Its input is dropped anew, so that no copy of it is kept."""
+    """Add A's gradient. Dropout is applied to its input again, so that no copy of the result has to be kept."""
     x_BSI = x_BSI if parts.mask is None else parts.mask(x_BSI)
     add_weight_gradient(parts.sink_a, dh_BSR, x_BSI, parts.a.chunks)
 

@@ -75,7 +75,7 @@ def _drop(x: Tensor, mask: Mask | None) -> Tensor:
 
 
 def _add_to_a(into: Tensor, grad_TR: Tensor, x: Tensor, mask: Mask | None) -> None:
-    """Its input is dropped anew, so that no copy of it is kept."""
+    """Add A's gradient. Dropout is applied to its input again, so that no copy of the result has to be kept."""
     add_product(into, grad_TR.t(), _drop(x, mask).flatten(0, -2))
 
 

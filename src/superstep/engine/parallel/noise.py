@@ -49,7 +49,7 @@ def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: 
 def find_held(
     run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, compute: torch.dtype, example: Tensor | Fields | None
 ) -> FindHeld:
-    """The elements of random tensors that a rank holds.
+    """The function that finds the elements of random tensors that a rank holds.
 
     Args:
         run: the resolved run.
@@ -85,7 +85,7 @@ def _find_adapted(specs: Sequence[UnitSpec], tokens: int) -> dict[str, torch.Siz
 
 
 class CutNoise:
-    """Finds the elements that one rank holds.
+    """Finds the elements of random tensors that one rank holds: a ``FindHeld`` for tensors that are cut over tp and cp.
 
     Args:
         whole: from the name of a draw to the shape of a sample's whole tensor, if that is known.
@@ -102,10 +102,10 @@ class CutNoise:
         self._known: dict[tuple[torch.Size | None, torch.Size, torch.device], HeldElements] = {}
 
     def __call__(self, name: str, shape: torch.Size, device: torch.device) -> HeldElements:
-        """The elements of a draw of which ``shape`` is held here.
+        """The elements of a draw that are held here, as a part of a sample's tensor with this ``shape``.
 
         Raises:
-            ConfigError: it cannot be known which.
+            ConfigError: the shape does not say which elements these are.
         """
         is_whole = self._mesh.cp * self._mesh.tp == 1
         whole = shape if is_whole else self._whole(name)
@@ -126,8 +126,8 @@ class CutNoise:
         return _rows(whole, held, device)
 
     def _find_places(self, whole: Sequence[int], shape: Sequence[int]) -> list[Sequence[int]] | None:
-        """The places that are held along each dim; None where a size does not fit. With cp the first cut dim of the
-        length of a sequence is the sequence.
+        """The indices that are held along each dim; None if a size fits no cut. With cp, the sequence is the first cut
+        dim that is as long as a sequence.
         """
         cp, tp = self._mesh.cp, self._mesh.tp
         places: list[Sequence[int]] = []
@@ -146,7 +146,13 @@ class CutNoise:
 
 
 def _rows(whole: Sequence[int], held: Sequence[Sequence[int]], device: torch.device) -> HeldElements:
-    """Rows of consecutive elements, as long as can be."""
+    """The held elements as rows of consecutive elements of the whole tensor, each row as long as possible.
+
+    Args:
+        whole: the dims of a sample's whole tensor.
+        held: the indices that are held along each dim.
+        device: of the result.
+    """
     cut = [dim for dim, (size, places) in enumerate(zip(whole, held, strict=True)) if len(places) < size]
     last = cut[-1] if cut else -1
     # A contiguous part of the last cut dim is one row, and with other places each is one.

@@ -59,7 +59,7 @@ def _drop(
 
 
 def random_words(counter: Counter, first_R: Tensor, samples: int, width: int) -> Tensor:
-    """Of each element: int32 [samples, R, width]."""
+    """The word of each element: int32 [samples, R, width]."""
     shape = samples, len(first_R), width
     out = torch.empty(shape, dtype=torch.int32, device=first_R.device)
     _random_words[_grid(shape, NUMBERS)](out, *_numbers(counter), first_R, *shape, WORDS=NUMBERS)
@@ -96,7 +96,7 @@ def drop(
 
 
 def _grid(shape: tuple[int, int, int], words: int) -> tuple[int, int]:
-    """A row may begin within a counter's four words."""
+    """The programs of a launch. A row may begin within a counter's four words, so up to three words more are drawn."""
     samples, rows, width = shape
     return samples * rows, triton.cdiv(width + 3, words)
 

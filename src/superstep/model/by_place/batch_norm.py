@@ -84,7 +84,7 @@ class BatchNorm(nn.Module):
         return out, mean.detach() - self.running_mean.detach(), variance - self.running_var.detach()
 
     def _merge(self, differences: tuple[Tensor, ...], place: NoisePlace) -> Tensor:
-        """What the groups add to a running statistic, of their differences from it."""
+        """What the groups of a microbatch add to a running statistic, given how far each of them is from it."""
         last = place.samples // self.group - 1
         first = place.sample // self.group
         shares = [self.momentum * (1 - self.momentum) ** (last - first - k) for k in range(len(differences))]
@@ -92,7 +92,7 @@ class BatchNorm(nn.Module):
 
 
 class _WithStatistics(torch.autograd.Function):
-    """The identity, with given gradients of two running statistics."""
+    """Returns ``x`` unchanged; its backward gives the two running statistics ``sums`` as their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor, *sums: Tensor) -> Tensor:  # noqa: ANN401
@@ -105,7 +105,7 @@ class _WithStatistics(torch.autograd.Function):
 
 
 def normalise_by_place(layer: BatchNorm, current: CurrentNoise) -> Callable[[Tensor], Tensor]:
-    """The forward of a batch norm, at the place of the forward that runs now."""
+    """The forward of a batch norm, which takes its place from the forward of the unit that runs now."""
     own = layer.forward
 
     def forward(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ def draws_noise(module: nn.Module, takes: tuple[str, ...]) -> bool:
 
 
 def drop_by_place(path: str, layer: nn.Module, current: CurrentNoise) -> Callable[[Tensor], Tensor]:
-    """The forward of a dropout module: its place's name is its path."""
+    """The forward of a dropout module, which draws under its path as the name."""
     p = float(layer.p) if layer.training else 0.0  # type: ignore[arg-type]
     dims = DRAWN_DIMS[type(layer)]
 
@@ -40,7 +40,9 @@ def drop_by_place(path: str, layer: nn.Module, current: CurrentNoise) -> Callabl
 
 
 def serve_dropouts(module: nn.Module) -> CurrentNoise:
-    """Let the dropout modules and batch norms of a module compute by place; what it returns gives them theirs."""
+    """Let the dropout modules and batch norms of a module compute by place. They take the noise and the place of each
+    forward from the result: run the module by ``run_with_noise``.
+    """
     current = CurrentNoise()
     for path, layer in module.named_modules():
         if is_dropout(layer):

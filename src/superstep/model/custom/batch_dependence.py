@@ -32,7 +32,7 @@ def check_rows(spec: UnitSpec, likes: Sequence[Tensor], given: Mapping[str, obje
     """
     with on_meta():
         if any(isinstance(part, BatchNorm) for part in spec.build().modules()):
-            return  # mixes the rows of its groups
+            return  # by design it mixes the rows of a group
     numbers = ROWS * max(like[:1].numel() for like in likes)
     with on_meta():
         parameters = sum(parameter.numel() for parameter in spec.build().parameters())

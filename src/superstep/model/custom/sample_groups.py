@@ -12,7 +12,7 @@ from superstep.model.unit import UnitSpec
 
 
 def list_groups(specs: Iterable[UnitSpec]) -> Iterator[tuple[UnitSpec, int]]:
-    """The group of each batch norm, with its unit."""
+    """Each batch norm's number of samples in a group, with its unit."""
     for spec in specs:
         with on_meta():
             module = spec.build()
@@ -20,7 +20,7 @@ def list_groups(specs: Iterable[UnitSpec]) -> Iterator[tuple[UnitSpec, int]]:
 
 
 def count_together(specs: Iterable[UnitSpec]) -> int:
-    """The samples that are computed together at least: 1 without batch norm."""
+    """The least number of consecutive samples that contains only whole groups: 1 without batch norm."""
     return math.lcm(*(group for _, group in list_groups(specs)))
 
 

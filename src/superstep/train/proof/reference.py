@@ -1,6 +1,6 @@
 """The reference: the same steps on one process in fp32, without the engine.
 
-No program, no buffers, no wrapped layers: the plain decoder, or a list of units in a row, autograd, and torch's own
+No program, no buffers, no wrapped layers: the plain decoder, or a graph of units, autograd, and torch's own
 optimizer. With a document mask, plain attention of each document by itself. It must be more precise than the runs that
 it judges, so it sums in fp64 what torch sums in fp32: losses and norms (``clip_grad_norm_`` is off by 3e-5 at 2^21
 elements and by 6e-4 at 2^24).
@@ -98,8 +98,8 @@ def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
 def unit_steps(
     specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
 ) -> Iterator[ReferenceStep]:
-    """The same for a list of units: each row's input goes through them in sequence. A loss of their own is divided by
-    the batch's divisor. With adapters, nothing else is trained.
+    """The same for a list of units, each after those whose outputs it takes. A loss of their own is divided by the
+    batch's divisor. With adapters, nothing else is trained.
     """
     forward, parts = _units(specs, train.seed)
     trained = [part for part in parts if part[0].factor is not None] or parts
@@ -118,7 +118,7 @@ def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
 
 
 def _place(now: DispatchContext) -> NoisePlace:
-    """Of some rows."""
+    """The place of some rows' random numbers."""
     return NoisePlace(
         seed=now.seed,
         step=now.step or 0,

@@ -4,7 +4,8 @@ proof's own batches.
     cursor 0, the batch behind it, the batch in which an epoch ends      training: packed, masked, padded
     cursor 0, the batch behind it                                        validation: the same
 
-All three kinds of rows are read from the run's token files, whichever the run uses.
+All three kinds of rows are read from the run's token files, whichever the run uses. Samples of a user's file have one
+kind of rows.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, Fals
 """Kinds of rows: ``data.packed`` and ``data.document_mask``."""
 
 STEP = 5
-"""Any, of which random numbers are compared."""
+"""The step at which the places of random numbers are compared; any would do."""
 
 
 def plain_split(config: RunConfig, source: Source, split: SplitName) -> PlainSplit | PlainSamples:
@@ -90,7 +91,7 @@ def _samples_fault(config: RunConfig, samples: SampleFile, mine: slice, rank: in
 
 
 def noise_fault(run: Resolved, mesh: Mesh) -> str:
-    """A difference between the place of this rank's random numbers and that of plain code, in words; empty without."""
+    """A difference between the place of this rank's random numbers and plain code, in words; empty without one."""
     plan, mine = run.plan, rows(run.plan, mesh)
     tokens = torch.zeros(mine.stop - mine.start, run.config.data.sequence_tokens, dtype=torch.long)
     for m, microbatch in enumerate(microbatches(tokens, tokens, plan, mesh)):
