@@ -38,19 +38,19 @@ def digits(split: str) -> tuple[Tensor, Tensor]:
 
 
 def length(split: str) -> int:
-    """What Superstep calls: the number of digits."""
+    """The number of digits in a split. Superstep calls this."""
     return len(digits(split)[1])
 
 
 def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tensor]:
-    """What Superstep calls: one digit."""
+    """One digit: pixels [1, 28, 28] and its class. Superstep calls this."""
     pixels, classes = digits(split)
     return {"pixels": distort(pixels[index], noise) if split == "train" else pixels[index], "target": classes[index]}
 
 
 @functools.cache
 def gaussian(size: int) -> Tensor:
-    """[size, size]: smooths a column."""
+    """The matrix [size, size] that smooths a column when it is multiplied from the left."""
     place = torch.arange(size, dtype=torch.float32)
     weights = torch.exp(-((place - place[:, None]) ** 2) / (2 * SMOOTH**2))
     return weights / weights.sum(1, keepdim=True)
@@ -103,7 +103,7 @@ class Chosen(nn.Conv2d):
 
 
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
-    """What Superstep calls: C1 and S2, C3 and S4, the rest; a pipeline stage holds one or more of them."""
+    """Three units: C1 and S2, C3 and S4, and the rest. A pipeline stage holds one or more. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
     return as_units(
         [

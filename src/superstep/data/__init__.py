@@ -1,1 +1,1 @@
-"""Text to tokens to batches: the tokenizer, token files, packing, shuffling; batches at any position of a run."""
+"""Text, or samples of a user's file, to batches: tokenizer, token files, packing, shuffling; at any position of a run."""

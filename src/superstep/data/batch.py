@@ -1,7 +1,7 @@
-"""Batches: named fields of samples, and what they are trained to give.
+"""Batches: named fields of samples, and their targets.
 
-A sample is named fields: ``tokens`` [S] of token files, ``pixels`` [1, 28, 28] of a user's file. A batch has the same
-fields of several samples, one row each.
+A sample has named fields: ``tokens`` [S] in token files; in a user's file for example ``pixels`` [1, 28, 28]. A batch
+has the same fields, with one row for each sample.
 
 Dims: B the requested rows, S sequence_tokens.
 """
@@ -28,7 +28,8 @@ class Batch:
 
     Attributes:
         fields: by name, [B, ...]: ``tokens`` are int64 ids [B, S].
-        targets_BS: int64, the id that follows each token; IGNORE where there is no loss. Of samples: [B, ...].
+        targets_BS: int64, the id that follows each token; IGNORE where there is no loss. With samples of a user's file
+            their field ``target``, [B, ...], of any dtype.
         valid_tokens: targets with a loss in the *whole* global batch, whichever rows these are.
         starts_BS: int64, the start of each token's document within its row; None where attention crosses documents.
         streams: further inputs of the loss for each target, by name: fp32 [B, S], where [b, s] belongs to

@@ -42,14 +42,14 @@ def permute(positions: NDArray[np.int64], length: int, *, seed: int, epoch: int)
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Samples from a cursor on: of each its epoch, and its number among the epoch's."""
+    """Samples from a cursor on: the epoch of each, and its number in the source, int64 [count] both."""
 
     epochs: NDArray[np.int64]
     numbers: NDArray[np.int64]
 
 
 def order_at(sample: int, count: int, length: int, *, seed: int | None) -> Order:
-    """``count`` samples from cursor ``sample`` on, of ``length`` in an epoch; without a seed in plain order."""
+    """``count`` samples from cursor ``sample`` on, of ``length`` in each epoch; without a seed in plain order."""
     assert sample >= 0, f"cursor {sample} lies before the start"
     epochs, positions = np.divmod(np.arange(sample, sample + count), length)
     if seed is None:

@@ -172,7 +172,7 @@ class Engine(RankState):
         return score.loss, score.targets
 
     def score(self, microbatches: Sequence[Microbatch], *, objective: Objective = CROSS_ENTROPY) -> Score:
-        """The same with the number of samples that are classified right. Every rank calls this together."""
+        """The same, with the number of targets that are classified correctly. Every rank calls this together."""
         metrics = self._watch(objective, microbatches)
         return metrics.totals(self._evaluate(metrics, microbatches))
 

@@ -55,7 +55,7 @@ class RankUnits:
         begin: called with the number of a microbatch before any computation with it.
         excess: overflows of exact sums.
         sight: attention and positions of a microbatch, by its document starts.
-        place: of the random numbers of the microbatch with a number.
+        place: gives the place of the random numbers of a microbatch, by its number.
     """
 
     mesh: Mesh

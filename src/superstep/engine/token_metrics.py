@@ -64,9 +64,10 @@ class Score:
     """An evaluation of one global batch, over all ranks.
 
     Attributes:
-        loss: summed.
-        targets: their number.
-        correct: those whose class has the highest logit; None where the targets are no classes.
+        loss: summed over the targets.
+        targets: the number of targets; with a stream ``weights``, the sum of their sizes.
+        correct: the number of targets whose class has the highest logit; None if targets are tokens or no classes, or
+            if tp splits the classes.
     """
 
     loss: float

@@ -65,8 +65,8 @@ class UnitSpec:
     params: Mapping[str, ParamSpec]
     """The spec of each parameter of the module, by its name there."""
     inputs: tuple[str, ...] = ()
-    """Names of units before it and of fields of the batch: forward takes their outputs and values in this order. None:
-    the output of the unit before; of the first unit the input of the batch.
+    """Names of units before it, and of fields of the batch: the arguments of forward, in this order. If empty, forward
+    takes the output of the unit before; that of the first unit takes the input of the batch.
     """
     takes: tuple[str, ...] = ()
     """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``noise``."""
@@ -178,8 +178,12 @@ class UnitGraph(nn.Module):
                     param.copy_(initial(spec, param.shape, seed))
 
     def forward(self, x: Tensor | Fields, *, place: NoisePlace = EVALUATION, **others: Any) -> Tensor:  # noqa: ANN401
-        """The last unit's output, of the input or of all fields; ``others`` replace the keyword arguments of one
-        device.
+        """The output of the last unit, for the input of the batch or for all its fields.
+
+        Args:
+            x: the input, or each field by name.
+            place: of the rows' random numbers.
+            others: keyword arguments of units, instead of those of ``GIVEN``.
         """
         fields = {INPUT: x} if isinstance(x, Tensor) else x
         values: list[Tensor] = []

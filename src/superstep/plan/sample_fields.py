@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Counts = Literal["tokens", "samples", "targets"]
-"""What a run counts: samples where each has one target."""
+"""What a run counts: tokens of text, samples if each has one target, or else the targets of samples."""
 
 TARGET = "target"
 """The field that the loss compares the model's output with."""

@@ -36,7 +36,7 @@ Sample = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFile:
-    """A file of samples, run once.
+    """A file of samples that has been run.
 
     Attributes:
         path: of the file.
@@ -76,7 +76,7 @@ class SampleFile:
         return sample
 
     def digest(self) -> str:
-        """A hash of the lengths and of some samples without noise of a seed, to tell data apart."""
+        """A hash of the lengths and of some samples (``probes``) with seed 0, to detect that the data has changed."""
         whole = hashlib.sha256(repr(sorted(self.lengths.items())).encode())
         for split, index in self.probes():
             for name, values in sorted(self.read(split, index, seed=0, epoch=0).items()):

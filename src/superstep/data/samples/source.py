@@ -38,20 +38,20 @@ def open_source(place: Path) -> Source:
 
 
 def bytes_per_token(source: Source) -> float | None:
-    """Bytes of text for each token; None of samples."""
+    """Bytes of text for each token; None for samples."""
     return source.manifest.bytes_per_token if isinstance(source, Corpus) else None
 
 
 def unigram_nats(source: Source) -> float | None:
-    """The loss of a model that knows only how frequent each token is; None of samples."""
+    """The loss of a model that knows only how frequent each token is, in nats; None for samples."""
     return source.manifest.unigram_nats if isinstance(source, Corpus) else None
 
 
 def check_kind(source: Source, place: Path, *, is_pairs: bool) -> None:
-    """Check that the data is of the verb that reads it.
+    """Check that the data is of the kind that the running command reads: pairs of answers, or anything else.
 
     Raises:
-        StateError: names the verb of token files.
+        StateError: names the command that prepared these token files.
     """
     kind = source.manifest.kind if isinstance(source, Corpus) else "text"
     if (kind == "pairs") != is_pairs:

@@ -51,8 +51,8 @@ class Unit:
 
     Attributes:
         parameters: all that it reads.
-        inputs: names of the units whose outputs it takes, and of fields of the batch; none: the output of the unit
-            before.
+        inputs: names of the units whose outputs it takes, and of fields of the batch; if empty, it takes the output of
+            the unit before.
     """
 
     name: str

@@ -53,8 +53,8 @@ SHARES = ("model.dropout", "train.beta1", "train.beta2", "data.validation_fracti
 
 
 def check_ranges(config: RunConfig) -> None:
-    """Check the range of every number of a run; fields that are None are left open. And of a run on samples, that no
-    field is of text.
+    """Check the range of every number of a run; fields that are None are left open. If the run reads samples, also
+    check that no field for text is set.
 
     Raises:
         ConfigError: names the field and its bounds.
