@@ -1,8 +1,8 @@
 """Attention by any rule in torch's operations, a block of queries at a time: windows, documents, capped scores.
 
-It stands in where no fused kernel has the rule. The backward pass makes the scores of a block again from the
-log-sum-exp (lse), so that what is kept does not grow with the square of the sequence. An operator of torch's
-dispatcher, as ``engine.attention.document_attention`` is.
+It is used if no fused kernel supports the rule. The backward pass computes the scores of a block again from the
+log-sum-exp (lse), so that memory does not grow with the square of the sequence. It is a custom operator of torch, as
+``engine.attention.document_attention`` is, so that selective recomputation can keep its output.
 
     B  sequences    N  query heads           S  positions       G  query heads of a key head, N / K
                     K  key and value heads   H  width of one    R  queries of a block, T  the keys that they may see

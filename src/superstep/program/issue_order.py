@@ -59,7 +59,7 @@ def issue_order(program: Program, *, made: Collection[Channel] | None = None) ->
         for number, instructions in enumerate(program.ranks):
             while at[number] < len(instructions):
                 i = instructions[at[number]]
-                # Most instructions, and programs have hundreds of thousands: they are not asked what they are twice.
+                # Most instructions take this short way: programs have hundreds of thousands.
                 if type(i) in ALONE or (type(i) in RECEIVING and channels.missing(number, i) is None):
                     yield ((number, at[number]),)
                     at[number] += 1

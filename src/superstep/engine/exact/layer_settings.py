@@ -64,7 +64,7 @@ def settings_without_gradients(module: nn.Module, grain: Grain, rules: Rules, gr
 
 
 MOST_USES = 16
-"""Uses of a user's parameter in a step, over all units that share it."""
+"""The most uses of a user's parameter in one microbatch, over all units that share it, for which the grid has room."""
 
 
 def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: RangeExcess) -> Grid:

@@ -129,7 +129,7 @@ def exact_user_loss(
     """The summed loss of a user's model, fp64, with gradients as ``exact_loss``.
 
     Args:
-        of: a loss of the last unit's own; None for the cross entropy of logits [..., C].
+        of: the last unit's own loss, from its output and the targets; None for the cross entropy of logits [..., C].
         out: the last unit's output.
         aim: its targets.
         scale: factor of the gradients.
@@ -148,7 +148,9 @@ def exact_user_loss(
 
 
 class _UserLoss(torch.autograd.Function):
-    """The exact sum of each target's loss by its log-probability; without targets of the given losses."""
+    """The exact sum of losses. ``values`` are log-probabilities, which ``aim`` turns into losses; without ``aim`` they
+    are the losses themselves.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, aim: LossTarget | None, scale: float) -> Tensor:  # noqa: ANN401

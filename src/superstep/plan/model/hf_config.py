@@ -148,14 +148,14 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
 
 
 def _head_rule(kind: ModelType, *, qk_norm: bool) -> Family:
-    """Whose rule gives the width of heads where it is left out: Llama's, or Qwen3's, in which it is a fixed number."""
+    """Whose rule gives ``head_dim`` if it is left out: Llama's, which is width / heads, or Qwen3's, a fixed number."""
     if kind in STYLES:
         return "llama" if DEFAULTS[kind]["head_dim"] is None else "qwen3"
     return "qwen3" if qk_norm else "llama"
 
 
 def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int, ...]]:
-    """How far back layers see, None for all tokens; and the layers that see all nonetheless."""
+    """The window of a model's layers, in tokens, or None; and the numbers of the layers without it."""
     row = STYLES.get(kind)
     if row is not None and row.full_every is not None:
         return _read_pattern(keys, row, row.full_every)
@@ -180,7 +180,7 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int
 
 
 def _read_pattern(keys: JsonKeys, row: StyleRow, every: int) -> tuple[int | None, tuple[int, ...]]:
-    """The same of a family in which most layers have a window: without ``layer_types`` all but each ``every``-th."""
+    """The same for a family in which most layers have a window: without ``layer_types``, all but every ``every``-th."""
     layers = keys.layers()
     if "sliding_window_pattern" in keys:
         every = keys.whole("sliding_window_pattern")

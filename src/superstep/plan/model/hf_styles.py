@@ -45,8 +45,8 @@ class StyleRow:
         style: what all models of the family have.
         keys: of the numbers in which they differ.
         qk_norm: whether queries and keys are normalised.
-        full_every: without ``layer_types``, each such layer sees all tokens and the others a window; None without
-            windows.
+        full_every: n, if every n-th layer sees all tokens and the others have a window, in a file without
+            ``layer_types``; None if no layer has a window.
         has_local_rope: whether layers with a window have a rotary embedding of their own.
         gate_key: the key of the activation, and the value that it has.
     """
@@ -59,7 +59,13 @@ class StyleRow:
     gate_key: tuple[str, str] = ("hidden_act", "silu")
 
     def read(self, keys: JsonKeys, head_dim: int, local_theta: float | None) -> BlockStyle:
-        """The style of a file with heads of a width, and the rotary base of its layers with a window."""
+        """The style of the models of a file.
+
+        Args:
+            keys: of the file.
+            head_dim: the width of its heads.
+            local_theta: the rotary base of its layers with a window; None if all layers have the same.
+        """
         values: dict[str, Any] = {"local_theta": local_theta}
         for key in self.keys:
             is_absent = key.is_optional and keys.get(key.name) is None
@@ -69,7 +75,7 @@ class StyleRow:
         return replace(self.style, **values)
 
     def write(self, shape: ModelShape) -> dict[str, Any]:
-        """The keys of a file."""
+        """The keys of a ``config.json`` that this row reads, for a shape of its family."""
         written: dict[str, Any] = {self.gate_key[0]: self.gate_key[1]}
         for key in self.keys:
             value = getattr(shape.style, key.field)

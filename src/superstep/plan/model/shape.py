@@ -2,11 +2,10 @@
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes those of the Qwen3
 report (Yang 2025, tables 1 and 2) and its ``config.json`` files, Qwen2.5's of theirs; Mistral's and Mixtral's those of
-``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024); OLMo's and
-Gemma's those of theirs. GPT-3 175B (Brown 2020, table 2.1) and
-Megatron's model of a trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the
-decoder here has three, so "gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples
-of 256.
+``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024); OLMo's and Gemma's those of their
+``config.json`` files. GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a trillion (Narayanan 2021, table 1)
+have a feed-forward of two matrices and width 4 · D; the decoder here has three, so "gpt3-175b" and "1t" take the
+width with the same number of parameters, 8/3 · D, in multiples of 256.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A whole decoder of the Llama, Mistral and Qwen families; and what pricing needs of DeepSeek's.
+    """A whole decoder of the families that ``model.decoder`` has; and what pricing needs of DeepSeek's.
 
     Attributes:
         width: the residual stream (D); heads · head_dim may differ from it.

@@ -21,7 +21,7 @@ NORM_NAMES: dict[Norms, tuple[str | None, str | None, str | None, str | None]] =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStyle:
-    """What a row of the table of families says beyond a model's sizes; by default Llama's.
+    """The numbers and choices in which families differ, beside their sizes; the defaults are Llama's.
 
     Attributes:
         norms: where a block's norms stand: before attention and feed-forward, after them (OLMo 2) or both (Gemma 2).
@@ -29,8 +29,8 @@ class BlockStyle:
         gate: the activation of the feed-forward's gate.
         wide_qk_norm: with ``qk_norm``, one norm over all heads together (OLMo 2), not one for each head.
         query_scale: multiplies scores; None for 1 / sqrt(head_dim).
-        soft_cap: of the scores of attention, as in ``AttentionRule``.
-        logit_cap: of the logits, likewise.
+        soft_cap: of the scores of attention: a score s becomes soft_cap · tanh(s / soft_cap); None for no cap.
+        logit_cap: the same for the logits.
         scales_embedding: what the embedding gives is multiplied by sqrt(width) (Gemma).
         embedding_scale: multiplies what the embedding gives (Granite).
         residual_scale: multiplies what attention and feed-forward add to the residual stream (Granite).

@@ -42,8 +42,8 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Whether every layer's attention is one that the plan has: a ring of fast mode has no sliding window and no soft
-    cap. Raises ConfigError where it would need them.
+    """Check that the plan can compute every layer's attention: in fast mode ring attention has no sliding window and no
+    soft cap. Raises ConfigError if a layer needs one.
     """
     if plan.cp == 1 or plan.context != "ring" or config.numerics.exact:
         return
