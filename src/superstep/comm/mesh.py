@@ -88,8 +88,7 @@ class Mesh:
 
     def destroy(self) -> None:
         """Destroy the groups."""
-        # Adapters share the groups of the dense parameters.
-        # Families without ranks of their own have those of the dense parameters.
+        # Families that lie on the ranks of the dense parameters share their groups, which are destroyed once.
         own = [s for f, s in self.sharers.items() if f == "dense" or s is not self.sharers["dense"]]
         shared = [group for s in own for group in (s.fetch, s.reduce, s.replicas)]
         groups = [
@@ -135,7 +134,7 @@ def build_mesh(
 
     # Without experts their groups would only cost connections.
     shared: dict[Family, ParameterReplicas] = {f: sharers(f) for f in plan.families if f in ("dense", "experts")}
-    # The same ranks share these.
+    # Adapters and statistics lie on the ranks of the dense parameters.
     shared |= {f: shared["dense"] for f in plan.families if f not in shared}
     has_channels = groups.transport.has_channels
     return Mesh(

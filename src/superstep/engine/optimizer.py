@@ -48,8 +48,8 @@ Parts = tuple[list[Tensor], list[Tensor], list[list[Tensor]]]
 
 
 class Optimizer:
-    """Updates a rank's shards, fp32 throughout; weight decay is for matrices alone. To a running statistic its gradient
-    is added, which is no part of the gradients' norm.
+    """Updates a rank's shards, fp32 throughout; weight decay is for matrices alone. A running statistic is
+    updated by adding its gradient, which does not count in the gradient norm.
 
     Args:
         units: of this rank.

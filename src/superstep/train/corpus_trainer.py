@@ -43,7 +43,7 @@ class Validation:
 
 
 class CorpusTrainer(Trainer):
-    """A trainer on the tokens of a corpus.
+    """A trainer on the data of a run: the tokens of a corpus, or the samples of a user's file.
 
     Args:
         world: the launched ranks.

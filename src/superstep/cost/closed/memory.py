@@ -344,7 +344,9 @@ def _head(
 
 
 def _count_unanswered(layout: Layout, keeping: KeptMemory, stage: _Stage) -> Array:
-    """Outputs that a rank has sent and keeps, beside the last: of each microbatch in flight, but of the model's own."""
+    """How many outputs a rank has sent and still keeps, beside the last one: one for each microbatch in flight and each
+    of its stages, but the model's last stage sends nothing.
+    """
     flying, _, _ = _in_flight(layout, stage)
     return np.where(keeping.keeps_sent > 0, np.maximum(flying * (layout.chunks - stage.is_last) - 1, 0.0), 0.0)
 

@@ -53,7 +53,7 @@ def gradient_numel(run: Resolved, unit: UnitParameters) -> int:
 
 
 def count_settled_numel(run: Resolved, unit: UnitParameters) -> int:
-    """Those of them that a rank has only until they are settled into their shard."""
+    """Elements of a unit's gradient that a rank has only until they are settled into their shard."""
     sharded = [family for family in list_trained_families(run) if zero_stage(run, family).shards_gradients]
     return sum(family_numel(run, unit, family) for family in sharded)
 

@@ -8,8 +8,8 @@ mean, would make no difference. Here each row of a global batch ends a little ea
     row 2   ● ● ● ● ● ○ ○ ○
     row 3   ● ● ● ● ○ ○ ○ ○
 
-Of samples with one class number, those at the places 1, 4, 9, 16, ... of the batch are ignored; targets that are no
-classes all count.
+If each sample has one class number, the targets of rows 1, 4, 9, 16, ... of the batch are ignored. Floating-point
+targets all count.
 
 With a document mask, documents also begin inside each row, at different places in every row and step. A batch of two
 steps may lie within one long document, and there an engine without any mask would be correct.

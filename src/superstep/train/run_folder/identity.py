@@ -21,7 +21,7 @@ TOKENS = "the tokens of data.corpus"
 """The name of their digest."""
 
 SAMPLES = "the samples of data.source"
-"""The same of a user's file."""
+"""The name of the digest of a user's samples."""
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of the token file that are hashed at its beginning and end; with its size they distinguish corpora."""

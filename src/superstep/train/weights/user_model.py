@@ -1,4 +1,6 @@
-"""A run with a model of the user's own, resolved: its units run on tensors without memory, and fit its data."""
+"""resolve_user_model: resolve a run with the user's own model. Its units run once on tensors without memory, and must
+fit the run's data.
+"""
 
 from __future__ import annotations
 
