@@ -234,7 +234,7 @@ _FAMILIES = [
     (
         "`gemma3_text`",
         "Gemma 3",
-        "the same without the cap of scores; norms of queries and keys; layers with a window have their own rotary base",
+        "the same without the cap of scores; norms of queries and keys; layers with a window have another rotary base",
     ),
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),

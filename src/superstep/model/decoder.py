@@ -1,7 +1,8 @@
 """A decoder of the Llama, Mistral, Qwen, OLMo, Gemma and Granite families, as one would write it for one device.
 
-``plan.model.style`` says how the blocks of a family differ from Llama's. The decoder has no parallelism. Two conventions let ``engine`` shard the modules from outside. The number of heads is read from
-the projection's output, never from the shape. Attention, and the dispatch of a mixture of experts, are arguments.
+``plan.model.style`` says how the blocks of a family differ from Llama's. The decoder has no parallelism. Two
+conventions let ``engine`` shard the modules from outside. The number of heads is read from the projection's output,
+never from the shape. Attention, and the dispatch of a mixture of experts, are arguments.
 
     B  sequences              D  width of the residual stream
     S  positions              F  inner width of the feed-forward

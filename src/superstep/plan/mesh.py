@@ -14,8 +14,8 @@ Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
 Family = Literal["dense", "experts", "adapters", "statistics"]
-"""Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters and running statistics lie on
-the same ranks as the dense ones, in buffers of their own. Where there are adapters, nothing else is trained.
+"""Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters and running statistics are
+on the same ranks as the dense ones, in buffers of their own. Where there are adapters, nothing else is trained.
 """
 FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters", "statistics")
 
