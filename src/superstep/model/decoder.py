@@ -161,7 +161,7 @@ class Block(nn.Module):
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
         before, after, before_inner, after_inner = self.norms
-        # No name holds attention's output, which would be there in the feed-forward too.
+        # Attention's output has no name, so that its memory is free before the feed-forward runs.
         h_BSD = self._add(
             h_BSD,
             self._norm(after, self.self_attn(self._read(before, h_BSD), attend=attend, positions=positions)),
@@ -170,8 +170,8 @@ class Block(nn.Module):
         return self._add(h_BSD, self._norm(after_inner, self.mlp(self._read(before_inner, h_BSD), **given)))
 
     def _read(self, norm: str | None, h_BSD: Tensor) -> Tensor:
-        # A node of its own: gradients of what reads the stream are added before they meet the stream's own, the same
-        # sum on every layout.
+        # The view is a node of the graph. There the gradients of all readers of the stream are summed, before their sum
+        # is added to the stream's own gradient. So the order of the sum is the same on every layout.
         return h_BSD.view_as(h_BSD) if norm is None else self._norm(norm, h_BSD)
 
     def _norm(self, name: str | None, x_BSD: Tensor) -> Tensor:

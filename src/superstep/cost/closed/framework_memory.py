@@ -35,7 +35,7 @@ class KeptMemory:
         repeats_shared: 1 where each tensor-parallel rank holds the router and the experts that all tokens visit whole,
             0 where these are cut.
         weighs_head: 1 where stages are even in work, the head's with it, 0 where they are even in layers.
-        keeps_sent: 1 where what a stage sends stays until the peer has answered, 0 where it goes once it is sent.
+        keeps_sent: 1 where a sent output is kept until the peer has answered, 0 where it is freed once it is sent.
         selects_products: share of the products whose results selective recomputation keeps, beside attention's; 0 where
             it drops the scores alone.
     """

@@ -27,6 +27,7 @@ from superstep.plan.sample_fields import TARGET, Field, SampleFields
 from superstep.plan.user_file import first_line, load_functions, place_in
 
 FORMS = {"length": "length(split)", "sample": "sample(split, index, noise)"}
+"""The functions that a file must have, and how they are called."""
 
 PROBES = 4
 """Samples of a split that are read twice."""

@@ -31,8 +31,8 @@ def as_units(
     Args:
         modules: each takes one tensor and returns one; the first takes the input, the last returns the input of the
             loss. A parameter that several modules have is shared by their units.
-        inputs: by a module's number what it takes instead of the output of the module before: outputs of modules
-            before it, by number, and fields of the batch, by name.
+        inputs: what some modules take, by their number, instead of the output of the module before: outputs of modules
+            before them, by number, and fields of the batch, by name.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B].
 

@@ -74,7 +74,7 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
         over["full_layers"] = tuple(full) or (over["layers"] - 1,)
     shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, **over)
     check_shape(shape)
-    model_type(shape)  # some family has such blocks
+    model_type(shape)  # raises ConfigError if no family has such blocks
     return shape
 
 

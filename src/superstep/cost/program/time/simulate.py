@@ -167,7 +167,7 @@ class _Run:
             return
         other_place, other_i, other_s = other
         send = i if isinstance(i, ins.Send) else other_i
-        # What is only passed on must have come.
+        # A value that the rank only passes on must have arrived before.
         came_s = max([self.came_s[channel[0]].get(value, 0.0) for value in self.waits_for(send)])
         start_s = max(self.clock_s[rank], other_s, came_s, self.channel_free_s.get(channel, 0.0))
         end_s = start_s + self.durations(send, channel[0])
