@@ -1,8 +1,8 @@
 """Batch norm over groups of samples (Ioffe 2015; ghost batches, Hoffer 2017): the same result on every layout.
 
 A group is ``group`` consecutive samples of the global batch, so no layout cuts it between samples and none makes
-it larger. The samples must be whole: with cp or sequence parallelism a rank would normalise its part alone. If the group
-is the whole batch, this is torch's batch norm.
+it larger. The samples must be whole: with cp or sequence parallelism a rank would normalise its part alone. If the
+group is the whole batch, this is torch's batch norm.
 
     y = (x - mean) / sqrt(var + eps) · weight + bias         mean, var over a group's samples, in each channel
     r = (1 - momentum) r + momentum s                        for each group in order: running mean, unbiased variance
