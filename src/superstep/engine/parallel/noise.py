@@ -21,13 +21,13 @@ from superstep.model.custom.inspect import find_drawn
 from superstep.model.lora import DROPOUT, AdaptedLinear
 from superstep.model.meta import on_meta
 from superstep.model.unit import Fields, UnitSpec
-from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace
+from superstep.numerics.noise import FindHeld, HeldElements, SamplePlace
 from superstep.plan.mesh import Coordinate, MeshShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 
-def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: int) -> NoisePlace:
+def sample_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: int) -> SamplePlace:
     """The place of the random numbers of one of a rank's microbatches.
 
     Args:
@@ -37,7 +37,7 @@ def noise_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: 
         count: microbatches of the rank.
         first: the number of the microbatch's first row in the global batch.
     """
-    return NoisePlace(
+    return SamplePlace(
         seed=run.config.train.seed,
         step=step or 0,
         sample=first,

@@ -34,7 +34,7 @@ from superstep.engine.tracing.operation_trace import OperationRecorder, TracedOp
 from superstep.model.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec, start_graph
 from superstep.numerics.dtypes import DTYPES
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 from superstep.numerics.objective import LossTarget
 from superstep.plan.mesh import Coordinate
 from superstep.plan.resolution.resolve import Resolved
@@ -205,7 +205,7 @@ class _Unit:
         data = run.config.data
         # One document fills the sequence: other documents are not known yet, and would reduce the work.
         starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None
-        self._sight = replace(machine.sight(starts), place=NoisePlace(is_training=True))
+        self._sight = replace(machine.sight(starts), place=SamplePlace(is_training=True))
 
     def operations(self) -> UnitOperations:
         """Operations of all passes."""

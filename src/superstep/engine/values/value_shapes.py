@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from superstep.data.batch import TOKENS
 from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
+from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.unit import INPUT, Fields, UnitSpec
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sample_fields import TARGET
@@ -60,6 +61,7 @@ def find_shapes(
         stream = torch.Size((*tokens.shape, run.decoder.width))
         outputs = (UnitOutput(tokens.shape, tokens.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:
+        require_whole_groups(specs, run, "the model")
         with unset_fake_temporarily():  # meta tensors suffice, in a rehearsal too
             outputs = pass_through(specs, rows, compute, "the model")
     ways = plan.mesh.tp if plan.sequence_parallel else 1

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.errors import ConfigError
-from superstep.numerics.noise import EVALUATION, CurrentNoise, NoisePlace
+from superstep.numerics.noise import EVALUATION, CurrentNoise, SamplePlace
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -49,7 +49,7 @@ class BatchNorm(nn.Module):
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
         self.running_mean, self.running_var = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.ones(channels))
 
-    def forward(self, x: Tensor, place: NoisePlace = EVALUATION) -> Tensor:
+    def forward(self, x: Tensor, place: SamplePlace = EVALUATION) -> Tensor:
         """Normalise by the groups' statistics in training, and by the running ones else.
 
         Args:
@@ -84,7 +84,7 @@ class BatchNorm(nn.Module):
         variance = (inverse.detach() ** -2 - self.eps) * (count / max(count - 1, 1))
         return out, mean.detach() - self.running_mean.detach(), variance - self.running_var.detach()
 
-    def _merge(self, differences: tuple[Tensor, ...], place: NoisePlace) -> Tensor:
+    def _merge(self, differences: tuple[Tensor, ...], place: SamplePlace) -> Tensor:
         """What the groups of a microbatch add to a running statistic, given how far each of them is from it."""
         last = place.samples // self.group - 1
         first = place.sample // self.group

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from superstep.model.by_place.batch_norm import BatchNorm, normalise_by_place
-from superstep.numerics.noise import CurrentNoise, FindHeld, Noise, NoisePlace, hold_whole
+from superstep.numerics.noise import CurrentNoise, FindHeld, Noise, SamplePlace, hold_whole
 
 DRAWN_DIMS: Mapping[type[nn.Module], int | None] = {
     nn.Dropout: None,
@@ -39,7 +39,7 @@ def drop_by_place(path: str, layer: nn.Module, current: CurrentNoise) -> Callabl
     return forward
 
 
-def serve_dropouts(module: nn.Module) -> CurrentNoise:
+def compute_by_place(module: nn.Module) -> CurrentNoise:
     """Let the dropout modules and batch norms of a module compute by place. They take the noise and the place of each
     forward from the result: run the module by ``run_with_noise``.
     """
@@ -57,7 +57,7 @@ def run_with_noise(
     current: CurrentNoise,
     inputs: Sequence[Tensor],
     given: Mapping[str, Any],
-    place: NoisePlace,
+    place: SamplePlace,
     prefix: str = "",
     held: FindHeld = hold_whole,
 ) -> Tensor:

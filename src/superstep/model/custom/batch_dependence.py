@@ -13,10 +13,10 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import BatchNorm
-from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec, initial
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 
 ROWS = 3
 MOST_PARAMETERS = 2**18
@@ -66,10 +66,10 @@ def _outputs(
         parameter.copy_(initial(spec.params[local], parameter.shape, 0))
     drawn = [_draw_rows(like, generator) for like in likes]
     rows, others = [rows for rows, _ in drawn], [others for _, others in drawn]
-    current = serve_dropouts(module)
+    current = compute_by_place(module)
 
     def run(inputs: Sequence[Tensor]) -> Tensor:
-        return run_with_noise(module, current, inputs, given, NoisePlace(is_training=True), f"{spec.name}.")
+        return run_with_noise(module, current, inputs, given, SamplePlace(is_training=True), f"{spec.name}.")
 
     try:
         first, again = (run([x.clone() for x in rows]) for _ in range(2))

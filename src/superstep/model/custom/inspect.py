@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.by_place.batch_norm import STATISTICS, is_statistic
-from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
 from superstep.model.unit import GIVEN, INPUT, Fields, ParamSpec, Source, UnitSpec, list_sources, start_graph
-from superstep.numerics.noise import FindHeld, HeldElements, NoisePlace, hold_whole
+from superstep.numerics.noise import FindHeld, HeldElements, SamplePlace, hold_whole
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
 
@@ -232,7 +232,7 @@ def run(
     # No leaves, so that a change in place is detected here.
     inputs = [x.clone() for x in start_graph(taken, sources, has_parameters=bool(spec.params))]
     versions, random = [x._version for x in inputs], RandomOperations()
-    current, place = serve_dropouts(module), NoisePlace(is_training=True)
+    current, place = compute_by_place(module), SamplePlace(is_training=True)
     try:
         with torch.enable_grad(), random:
             out = run_with_noise(module, current, inputs, given, place, f"{spec.name}.", held)

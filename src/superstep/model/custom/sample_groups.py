@@ -9,6 +9,7 @@ from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.meta import on_meta
 from superstep.model.unit import UnitSpec
+from superstep.plan.resolution.resolve import Resolved
 
 
 def list_groups(specs: Iterable[UnitSpec]) -> Iterator[tuple[UnitSpec, int]]:
@@ -24,16 +25,22 @@ def count_together(specs: Iterable[UnitSpec]) -> int:
     return math.lcm(*(group for _, group in list_groups(specs)))
 
 
-def require_whole_groups(specs: Iterable[UnitSpec], microbatch: int, where: str) -> None:
-    """Refuse groups that no microbatch holds whole.
+def require_whole_groups(specs: Iterable[UnitSpec], run: Resolved, where: str) -> None:
+    """Refuse groups of samples that no microbatch holds whole.
 
     Raises:
         ConfigError: naming the first unit with one.
     """
+    plan = run.plan
     for spec, group in list_groups(specs):
-        if microbatch % group:
+        at = f"{where}: unit '{spec.name}' has batch norm over groups of {group} samples, and"
+        if plan.microbatch % group:
             raise ConfigError(
-                f"{where}: unit '{spec.name}' has batch norm over groups of {group} samples, and plan.microbatch = "
-                f"{microbatch} does not hold them whole; set plan.microbatch to a multiple of {group}, or give the "
-                f"batch norm a group that divides {microbatch}."
+                f"{at} plan.microbatch = {plan.microbatch} does not hold them whole; set plan.microbatch to a multiple "
+                f"of {group}, or give the batch norm a group that divides {plan.microbatch}."
             )
+        if plan.mesh.cp > 1 or plan.sequence_parallel:
+            name, mend = ("cp", "1") if plan.mesh.cp > 1 else ("sequence_parallel", "false")
+            raise ConfigError(f"{at} plan.{name} gives each rank a part of every sample; set plan.{name} to {mend}.")
+        if run.config.data.is_masked:
+            raise ConfigError(f"{at} documents are not its samples; set data.document_mask to false.")

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from superstep.data.batch import Batch
 from superstep.model.axes import units
-from superstep.model.by_place.dropout import run_with_noise, serve_dropouts
+from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
 from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -81,7 +81,7 @@ def reference_steps(
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
     exchange = LocalDispatch()
     model = Decoder(shape)
-    current = serve_dropouts(model)
+    current = compute_by_place(model)
     specs = list(parameters(model, units(shape)).values())
     with torch.no_grad():
         for spec, param in specs:
@@ -117,9 +117,9 @@ def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
     return forward, list(model.parts.values())
 
 
-def _place(now: DispatchContext) -> NoisePlace:
+def _place(now: DispatchContext) -> SamplePlace:
     """The place of some rows' random numbers."""
-    return NoisePlace(
+    return SamplePlace(
         seed=now.seed,
         step=now.step or 0,
         sample=now.sequences[0],

@@ -21,10 +21,10 @@ from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.samples.sample_file import SampleFile
 from superstep.data.samples.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
-from superstep.engine.parallel.noise import noise_place
+from superstep.engine.parallel.noise import sample_place
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.numerics.loss import IGNORE
-from superstep.numerics.noise import NoisePlace
+from superstep.numerics.noise import SamplePlace
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.plain.plain_samples import PlainSamples, sample_fault
@@ -95,8 +95,8 @@ def noise_fault(run: Resolved, mesh: Mesh) -> str:
     plan, mine = run.plan, rows(run.plan, mesh)
     tokens = torch.zeros(mine.stop - mine.start, run.config.data.sequence_tokens, dtype=torch.long)
     for m, microbatch in enumerate(microbatches(tokens, tokens, plan, mesh)):
-        place = noise_place(run, mesh, STEP, plan.microbatches, microbatch.first)
-        wanted = NoisePlace(
+        place = sample_place(run, mesh, STEP, plan.microbatches, microbatch.first)
+        wanted = SamplePlace(
             seed=run.config.train.seed,
             step=STEP,
             sample=mine.start + m * plan.microbatch,

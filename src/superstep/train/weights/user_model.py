@@ -41,7 +41,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     _check_compiled(run, specs)
     if config.data.source is not None:
         run = replace(run, samples=open_samples(config.data.source).fields)
-    require_whole_groups(specs, run.plan.microbatch, source)
+    require_whole_groups(specs, run, source)
     rows = example_rows(run)
     between = pass_through(specs, rows, torch.float32, source)
     if run.samples is None:
