@@ -14,7 +14,7 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.engine import build
 from superstep.engine.engine import Engine
-from superstep.engine.parallel.noise import sample_place
+from superstep.engine.parallel.noise import find_place
 from superstep.engine.tracing.trace_units import layers_of, operations_of
 from superstep.engine.values.microbatch import microbatches_of, rows_at
 from superstep.errors import ConfigError
@@ -96,16 +96,16 @@ EXACT_LAYOUTS = {
 
 def _seed_per_rank(module=build):
     def place(run, mesh, *others):
-        return replace(sample_place(run, mesh, *others), seed=mesh.rank)
+        return replace(find_place(run, mesh, *others), seed=mesh.rank)
 
-    return mock.patch.object(module, "sample_place", place)
+    return mock.patch.object(module, "find_place", place)
 
 
 def _rows_of_each_rank():
     def place(run, mesh, step, count, first):
-        return sample_place(run, mesh, step, count, first % (small.SEQUENCES // 2))
+        return find_place(run, mesh, step, count, first % (small.SEQUENCES // 2))
 
-    return mock.patch.object(build, "sample_place", place)
+    return mock.patch.object(build, "find_place", place)
 
 
 def _part_from_the_start():

@@ -26,7 +26,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
-from superstep.engine.parallel.noise import find_held, sample_place
+from superstep.engine.parallel.noise import find_held, find_place
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
 from superstep.engine.values.value_shapes import find_shapes
@@ -91,7 +91,7 @@ def assemble(
         begin=begin,
         excess=excess,
         sight=build_sight(run, mesh, excess),
-        place=lambda context, m: sample_place(
+        place=lambda context, m: find_place(
             run, mesh, context.noise_step, len(context.microbatches), context.microbatches[m].first
         ),
     )

@@ -27,7 +27,7 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
 
 
-def sample_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: int) -> SamplePlace:
+def find_place(run: Resolved, mesh: Mesh, step: int | None, count: int, first: int) -> SamplePlace:
     """The place of the random numbers of one of a rank's microbatches.
 
     Args:

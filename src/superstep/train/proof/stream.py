@@ -21,7 +21,7 @@ from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.samples.sample_file import SampleFile
 from superstep.data.samples.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
-from superstep.engine.parallel.noise import sample_place
+from superstep.engine.parallel.noise import find_place
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import SamplePlace
@@ -95,7 +95,7 @@ def noise_fault(run: Resolved, mesh: Mesh) -> str:
     plan, mine = run.plan, rows(run.plan, mesh)
     tokens = torch.zeros(mine.stop - mine.start, run.config.data.sequence_tokens, dtype=torch.long)
     for m, microbatch in enumerate(microbatches(tokens, tokens, plan, mesh)):
-        place = sample_place(run, mesh, STEP, plan.microbatches, microbatch.first)
+        place = find_place(run, mesh, STEP, plan.microbatches, microbatch.first)
         wanted = SamplePlace(
             seed=run.config.train.seed,
             step=STEP,
