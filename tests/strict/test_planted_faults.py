@@ -51,7 +51,7 @@ FAULTS = {
     plant.reads_a_pinned_copy_at_once: (
         ZERO_3, PINNED.format("engine/optimizer.py", "sums"), LATE_S),
     plant.fills_a_pinned_buffer_again_at_once: (
-        ZERO_3, PINNED.format("plant_on_gpu.py", "input_of"), LATE_S),
+        ZERO_3, PINNED.format("plant_on_gpu.py", "field_of"), LATE_S),
     plant.changes_what_was_kept: (
         ZERO_3, r"modified by an inplace operation", LATE_S),
     plant.changes_what_was_kept_on_a_stream_of_its_own: (

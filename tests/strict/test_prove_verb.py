@@ -123,7 +123,8 @@ def in_a_thread(h_BSD):
 
 def test_a_collective_that_differs_between_ranks_is_named_in_one_line(text, tmp_path):
     source = (ROOT / "recipes/own_model.py").read_text(encoding="utf-8")
-    block = "        h_BSD = h_BSD + self.mlp(self.norm_2(h_BSD))\n"
+    block = "        h_BSD = h_BSD + self.dropout(self.mlp(self.norm_2(h_BSD)))\n"
+    assert block in source
     call = "torch.distributed.all_reduce(h_BSD.new_ones(4 + h_BSD.device.index))"
     model = tmp_path / "own_model.py"
     model.write_text(source.replace(block, f"        if h_BSD.is_cuda:\n            {call}\n{block}"), encoding="utf-8")

@@ -77,13 +77,13 @@ def fills_a_pinned_buffer_again_at_once(rank):
     """Tokens by way of one buffer, which the next microbatch fills while the copy of the last one is under way."""
     staging = []
 
-    def input_of(self, m):
+    def field_of(self, name, m):
         tokens = self._flight.context.microbatches[m].input
         staging[:] = staging or [torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)]
         staging[0].fill_(m)
         return staging[0].to(tokens.device, non_blocking=True)
 
-    return mock.patch.object(Executor, "_input", input_of)
+    return mock.patch.object(Executor, "_field", field_of)
 
 
 def changes_what_was_kept(rank):
@@ -121,10 +121,10 @@ def updates_on_a_stream_of_its_own(rank):
 
 def frees_what_another_stream_made(rank):
     """A copy of the tokens is let go of before the compute stream has read it."""
-    inner, side = Executor._input, torch.cuda.Stream()
+    inner, side = Executor._field, torch.cuda.Stream()
 
-    def input_of(self, m):
-        tokens, compute = inner(self, m), torch.cuda.current_stream()
+    def field_of(self, name, m):
+        tokens, compute = inner(self, name, m), torch.cuda.current_stream()
         side.wait_stream(compute)
         with torch.cuda.stream(side):
             copied = tokens.clone()
@@ -133,7 +133,7 @@ def frees_what_another_stream_made(rank):
         del copied
         return tokens
 
-    return mock.patch.object(Executor, "_input", input_of)
+    return mock.patch.object(Executor, "_field", field_of)
 
 
 def _after_forward(change):
@@ -142,7 +142,7 @@ def _after_forward(change):
     def forward(self, unit, m, **how):
         inner(self, unit, m, **how)
         if unit == 1:
-            change(self._flight.kept[unit, m][0])
+            change(self._flight.kept[unit, m][0][0])
 
     return mock.patch.object(Executor, "_forward", forward)
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 import small
 from superstep.comm import collectives
 from superstep.engine import build_modules, executor, optimizer
-from superstep.engine import microbatch as batches_module
 from superstep.engine.attention import choose_attention
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
 from superstep.engine.flat import buffers, sync
 from superstep.engine.parallel import expert, ring, tensor, ulysses
+from superstep.engine.values import microbatch as batches_module
 from superstep.plan.sharding.sequence import blocks
 from superstep.program.instructions import BackwardWeight
 from superstep.train.proof import prove_tolerance
@@ -188,9 +188,12 @@ def sent(wire, change):
     inner = Executor._send
 
     def send(self, sent, unit, m, peer):
-        if sent == wire:
-            values = self._values(sent)
-            values[unit, m] = change(values[unit, m])
+        values = self._flight.values
+        if sent == wire == "act":
+            output, uses = values._outputs[unit, m]
+            values._outputs[unit, m] = change(output), uses
+        elif sent == wire:
+            values._gradients[unit, m] = change(values._gradients[unit, m])
         inner(self, sent, unit, m, peer)
 
     return mock.patch.object(Executor, "_send", send)
@@ -210,9 +213,9 @@ def recomputed_from_another():
     inner = Executor._recompute
 
     def recompute(self, unit, m):
-        x, edge = self._flight.kept[unit, m]
+        (x,), edge = self._flight.kept[unit, m]
         if unit == 2:
-            self._flight.kept[unit, m] = (x.roll(1, 1), edge)
+            self._flight.kept[unit, m] = ([x.roll(1, 1)], edge)
         inner(self, unit, m)
 
     return mock.patch.object(Executor, "_recompute", recompute)

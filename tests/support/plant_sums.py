@@ -145,6 +145,6 @@ def norm_of_own_shard(self, norm):
 
 def every_copy_counted():
     def ranges(self, unit, b):
-        return [(slot.start + low - b.start, slot.start + high - b.start) for slot, low, high in b.held()]
+        return [(slot.start + low - b.start, slot.start + high - b.start) for slot, low, high in b.list_slots()]
 
     return mock.patch.object(Engine, "owned_ranges", ranges)

@@ -34,6 +34,9 @@ from superstep.strict.torch_cuda import find_stream
 WATCHDOG_FIRST = timedelta(minutes=1)
 """Extra time of a message over a call: the watchdog should report a hang first."""
 
+FIRST_USE = timedelta(seconds=2)
+"""Extra time of a first use over a call, likewise: an older call that hangs is the reason."""
+
 POLL_S, LOOK_S = 0.01, 1.0
 """Seconds after which a waiting host asks the store again, and after which it checks who is missing."""
 
@@ -221,7 +224,7 @@ class Communicator(dist.ProcessGroup):
                 uses[first] = [call.peer]
         new = {use: members for use, members in uses.items() if use not in self._first_uses}
         if new:
-            self._meet(new, self.options._timeout)
+            self._meet(new, self.options._timeout + FIRST_USE)
             self._first_uses |= new.keys()
 
     def abort(self) -> None:
