@@ -189,7 +189,7 @@ FILES = [
     (
         "units = between(lambda: nn.BatchNorm1d(8), weight=p('a', None), bias=p('b', None))",
         {},
-        ["unit 'mid' is a BatchNorm1d", "couple the samples of a microbatch", "use torch.nn.GroupNorm"],
+        ["unit 'mid' is a BatchNorm1d", "couple the samples of a microbatch", "or torch.nn.GroupNorm"],
     ),
     ("units = between(lambda: nn.Dropout(0.1, True))", {}, ["unit 'mid' drops in place; leave inplace out."]),
     (
