@@ -182,6 +182,22 @@ def pass_through(
         ConfigError: a unit does not run, returns no tensor, or changes its input or buffers.
     """
     fields = as_fields(example, compute)
+    outputs = [next(iter(fields.values()))]
+    for spec, taken, here, out in _run_each(specs, fields, compute, where, given, held):
+        check_rows(spec, taken, here, where)
+        outputs.append(out)
+    return tuple(UnitOutput(x.shape, x.dtype) for x in outputs)
+
+
+def _run_each(
+    specs: Sequence[UnitSpec],
+    fields: Fields,
+    compute: torch.dtype,
+    where: str,
+    given: Mapping[str, Any],
+    held: FindHeld,
+) -> Iterator[tuple[UnitSpec, list[Tensor], dict[str, Any], Tensor]]:
+    """Each unit in turn, with its arguments, its keyword arguments and its output."""
     require_fields(specs, fields, where)
     values: list[Tensor] = []
     for spec, sources in zip(specs, list_sources(specs), strict=True):
@@ -189,9 +205,7 @@ def pass_through(
         here = {name: given[name] for name in spec.takes}
         taken = [fields[of] if isinstance(of, str) else values[of - 1] for of in sources]
         values.append(run(module, spec, taken, sources, here, where, held))
-        check_rows(spec, taken, here, where)
-    first = next(iter(fields.values()))
-    return tuple(UnitOutput(x.shape, x.dtype) for x in (first, *values))
+        yield spec, taken, here, values[-1]
 
 
 def as_fields(example: Tensor | Fields, compute: torch.dtype) -> dict[str, Tensor]:
@@ -206,14 +220,17 @@ def as_fields(example: Tensor | Fields, compute: torch.dtype) -> dict[str, Tenso
 def find_drawn(
     specs: Sequence[UnitSpec], example: Tensor | Fields, compute: torch.dtype, where: str
 ) -> dict[str, torch.Size]:
-    """The shape of each tensor of random numbers of one sample, by its name; else as ``pass_through``."""
+    """The shape of each tensor of random numbers of one sample, by its name; else as ``pass_through``, which also
+    probes rows of numbers.
+    """
     drawn: dict[str, torch.Size] = {}
 
     def note(name: str, shape: torch.Size, device: torch.device) -> HeldElements:
         drawn[name] = shape
         return hold_whole(name, shape, device)
 
-    pass_through(specs, example, compute, where, held=note)
+    for _ in _run_each(specs, as_fields(example, compute), compute, where, GIVEN, note):
+        pass
     return drawn
 
 
