@@ -81,10 +81,8 @@ class Optimizer:
         self._is_exact = is_exact
         self.steps = 0
         self.watcher: UpdateObserver | None = None
-        self._statistics = [unit.buffers for unit in units if unit.buffers.layout.family == "statistics"]
-        self._learnt = [unit for unit in units if unit.buffers not in self._statistics]
-        self._of_unit = [_parts([unit] if unit in self._learnt else []) for unit in units]
-        self._of_all = _parts(self._learnt)
+        self._of_unit = [_parts([unit]) for unit in units]
+        self._of_all = _parts(units)
 
     def sums(
         self, numbers: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
@@ -103,7 +101,7 @@ class Optimizer:
         """
         for unit in self._units:
             unit.buffers.finish_gradient()
-        parts = [unit.buffers.reduced[low:high] for unit in self._learnt for low, high in unit.ranges]
+        parts = [unit.buffers.reduced[low:high] for unit in _list_learnt(self._units) for low, high in unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
             squares[3] = excess.is_exceeded(numbers.device)
@@ -135,14 +133,12 @@ class Optimizer:
         self.steps += 1
         if self.watcher is None:
             self._update_all(self._of_all, lr, norm)
-            for buffers in self._statistics:
-                buffers.master.add_(buffers.reduced)
+            _add_statistics(self._units)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
                 self._update_all(updates, lr, norm)
-                if unit.buffers in self._statistics:
-                    unit.buffers.master.add_(unit.buffers.reduced)
+                _add_statistics([unit])
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
             if not unit.buffers.shards_optimizer:
@@ -162,10 +158,22 @@ class Optimizer:
                 self._rule.fused(params, grads, moments, self.hyper, now)
 
 
+def _list_learnt(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
+    """Those that the rule updates: all but running statistics."""
+    return [unit for unit in units if unit.buffers.layout.family != "statistics"]
+
+
+def _add_statistics(units: Sequence[OwnedRanges]) -> None:
+    """Update running statistics: their gradient is what a step adds to them."""
+    for buffers in (unit.buffers for unit in units):
+        if buffers.layout.family == "statistics":
+            buffers.master.add_(buffers.reduced)
+
+
 def _parts(units: Sequence[OwnedRanges]) -> tuple[Parts, Parts]:
     """The parts of units with weight decay, and those without."""
     halves: list[list[tuple[Tensor, ...]]] = [[], []]
-    for b in (unit.buffers for unit in units):
+    for b in (unit.buffers for unit in _list_learnt(units)):
         border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
         for half, part in zip(halves, (slice(0, border), slice(border, None)), strict=True):
             tensors = tuple(buffer[part] for buffer in (b.master, b.reduced, *b.moments.values()))
