@@ -86,6 +86,11 @@ Fields: TypeAlias = Mapping[str, Tensor]
 """A batch by field; ``INPUT`` is the one that a first unit without ``inputs`` takes."""
 
 
+def name_fields(x: Tensor | Fields) -> Fields:
+    """The fields of a batch, of which a tensor alone is the input."""
+    return {INPUT: x} if isinstance(x, Tensor) else x
+
+
 def list_sources(units: Sequence[UnitSpec]) -> tuple[tuple[Source, ...], ...]:
     """The arguments of each unit."""
     values = {unit.name: number + 1 for number, unit in enumerate(units)}
@@ -185,7 +190,7 @@ class UnitGraph(nn.Module):
             place: of the rows' random numbers.
             others: keyword arguments of units, instead of those of ``GIVEN``.
         """
-        fields = {INPUT: x} if isinstance(x, Tensor) else x
+        fields = name_fields(x)
         values: list[Tensor] = []
         parts = zip(self.units, self.sources, self.given, self.noises, strict=True)
         for module, sources, given, (prefix, current) in parts:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from superstep.data.batch import TOKENS
 from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
-from superstep.model.unit import INPUT, Fields, UnitSpec
+from superstep.model.unit import INPUT, Fields, UnitSpec, name_fields
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sample_fields import TARGET
 
@@ -46,9 +46,7 @@ def find_shapes(
         ConfigError: a unit does not run on such fields.
     """
     plan = run.plan
-    if example is None:
-        example = example_rows(run)
-    fields = {INPUT: example} if isinstance(example, torch.Tensor) else example
+    fields = example_rows(run) if example is None else name_fields(example)
 
     def own_rows(row: torch.Tensor) -> torch.Tensor:
         # Context-parallel ranks have a part of a sequence.

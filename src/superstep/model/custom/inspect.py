@@ -22,7 +22,7 @@ from superstep.model.custom.check_edges import check_inputs, check_outputs, requ
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
-from superstep.model.unit import GIVEN, INPUT, Fields, ParamSpec, Source, UnitSpec, list_sources, start_graph
+from superstep.model.unit import GIVEN, Fields, ParamSpec, Source, UnitSpec, list_sources, name_fields, start_graph
 from superstep.numerics.noise import FindHeld, HeldElements, SamplePlace, hold_whole
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
@@ -210,10 +210,9 @@ def _run_each(
 
 def as_fields(example: Tensor | Fields, compute: torch.dtype) -> dict[str, Tensor]:
     """Fields like those of an example, on the meta device; floating ones in the compute dtype."""
-    fields = {INPUT: example} if isinstance(example, Tensor) else example
     return {
         name: torch.empty(x.shape, dtype=compute if x.is_floating_point() else x.dtype, device="meta")
-        for name, x in fields.items()
+        for name, x in name_fields(example).items()
     }
 
 
