@@ -97,7 +97,9 @@ def test_processes_that_the_kernel_does_not_end_are_waited_for_together_and_not_
         closes.start()
         is_closed = is_over(closes)
     for process in processes:
-        os.killpg(process.pid, 9)
+        # One that was asked nothing ends by itself when its input is closed.
+        if process.is_there:
+            os.killpg(process.pid, 9)
     assert is_closed
     assert [future.result().kind for future in asked] == ["grader_error"] * 2
     assert len(waited) >= 2
