@@ -67,7 +67,7 @@ def batch(seed=0, **streams):
     for row in range(ROWS):
         targets[row, TOKENS - 2 * row :] = IGNORE
     made_streams = {name: torch.randn(ROWS, TOKENS, generator=generator) for name in streams.get("names", ())}
-    return Microbatch(fields={"tokens": rows[:, :-1].contiguous()}, targets=targets, streams=made_streams)
+    return Microbatch(fields={"tokens": rows[:, :-1].contiguous()}, targets=targets, streams=made_streams, first=0)
 
 
 def part(whole, rows, length):
@@ -76,6 +76,7 @@ def part(whole, rows, length):
         fields={"tokens": whole.input[rows, :length].contiguous()},
         targets=whole.targets[rows, :length].contiguous(),
         streams={name: stream[rows, :length].contiguous() for name, stream in whole.streams.items()},
+        first=0,
     )
 
 

@@ -22,7 +22,7 @@ def test_a_refused_step_has_no_measures_of_the_step_before():
     tokens = torch.randint(0, small.VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
     streams = {"advantages": torch.ones(2, 16), "old": torch.zeros(2, 16)}
     part = Microbatch(
-        fields={"tokens": tokens[:, :-1].contiguous()}, targets=tokens[:, 1:].contiguous(), streams=streams
+        fields={"tokens": tokens[:, :-1].contiguous()}, targets=tokens[:, 1:].contiguous(), streams=streams, first=0
     )
 
     def step():

@@ -34,7 +34,7 @@ class Microbatch:
     starts: Tensor | None = None
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     reads: str = TOKENS
-    first: int = 0
+    first: int
 
     @property
     def input(self) -> Tensor:

@@ -106,7 +106,7 @@ class RlReport:
     def _open_sinks(self, world: World, stack: ExitStack) -> Sink:
         folder, observe = self._job.folder, self._job.run.config.observe
         is_resumed = folder.metrics.exists()
-        convention = "not told of steps that sample as well"
+        convention = "not reported, since a step also samples"
         display = self._console.open_display(mfu_convention=convention, log_every=observe.log_every)
         stack.enter_context(display)
         trackers = open_trackers(self._job.run.config, folder)

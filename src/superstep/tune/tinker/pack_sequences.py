@@ -31,16 +31,21 @@ def pack_sequences(
     def padded(at: int) -> int:
         return min(-(-len(sequences[at].tokens) // ROUND_TOKENS) * ROUND_TOKENS, most_tokens)
 
+    def microbatch(group: Sequence[int], first: int) -> Microbatch:
+        return _microbatch([sequences[at] for at in group], padded(group[-1]), first, device)
+
     group: list[int] = []
+    first = 0
     for at in sorted(range(len(sequences)), key=lambda at: len(sequences[at].tokens)):
         if group and (len(group) + 1) * padded(at) > batch_tokens:
-            yield group, _microbatch([sequences[each] for each in group], padded(group[-1]), device)
+            yield group, microbatch(group, first)
+            first += len(group)
             group = []
         group.append(at)
-    yield group, _microbatch([sequences[each] for each in group], padded(group[-1]), device)
+    yield group, microbatch(group, first)
 
 
-def _microbatch(sequences: Sequence[TrainingSequence], length: int, device: Device) -> Microbatch:
+def _microbatch(sequences: Sequence[TrainingSequence], length: int, first: int, device: Device) -> Microbatch:
     def rows(get: Callable[[TrainingSequence], object], dtype: torch.dtype, rest: float) -> torch.Tensor:
         made = torch.full((len(sequences), length), rest, dtype=dtype)
         for row, one in enumerate(sequences):
@@ -56,4 +61,5 @@ def _microbatch(sequences: Sequence[TrainingSequence], length: int, device: Devi
         fields={TOKENS: rows(lambda one: one.tokens, torch.long, 0)},
         targets=rows(lambda one: one.targets, torch.long, IGNORE),
         streams=streams,
+        first=first,
     )
