@@ -77,11 +77,11 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels)
-    first += dropping_by_place(context.noise)
+    dropping = dropping_by_place(context.noise)
+    if context.exact is not None and context.is_users:  # its loss takes logits
+        return dropping + exact_user_layers(spec, context.exact)
+    first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels) + dropping
     if context.exact is not None:
-        if context.is_users:
-            return first + exact_user_layers(spec, context.exact)
         return first + exact_layers(spec, context.exact, context.noise)
     if context.is_compiled:
         return first + accumulating_after()
