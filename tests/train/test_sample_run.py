@@ -143,10 +143,11 @@ def test_an_update_that_depends_on_the_layout_is_seen(here, capfd):
     assert "NOT PROVEN" in capfd.readouterr().out
 
 
-def test_the_file_of_the_page_trains(here):
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_files_of_the_page_train(here, number):
     page = (Path(__file__).parents[2] / "docs" / "howto" / "own-data.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
-    write_pictures(here, text)
+    texts = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    write_pictures(here, texts[number])
     assert main(["train", "run.toml", "--train.steps", "40", "--train.eval-every", "40", "--train.lr", "1e-2"]) == 0
     (evaluated,) = runs.events(Path("run"), "evaluated")
     assert evaluated["accuracy"] == 1.0

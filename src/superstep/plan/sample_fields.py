@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Counts = Literal["tokens", "samples", "targets"]
@@ -11,6 +12,9 @@ Counts = Literal["tokens", "samples", "targets"]
 
 TARGET = "target"
 """The field that the loss compares the model's output with."""
+
+NUMBER = ".sample"
+"""The end of a field's name, such as ``mel.sample``, that numbers the samples of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +36,30 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFields:
-    """The fields of a run's samples.
+    """The fields of a run's samples, and so of the rows of a batch.
+
+    A row is one sample, or, where samples are ragged, several. Then a field of a row has all of its samples one after
+    another, and padding up to the field's capacity. One more field, ``mel.sample`` for ``mel``, has the number of the
+    sample in the row at each place, int64, and -1 in the padding.
 
     Attributes:
-        fields: all of them, with ``target``.
+        fields: of a sample; of a ragged one the first dim is the capacity of a row.
         reads: the field that the first unit reads.
+        capacities: the first dim of a row, by field; empty where each row is one sample.
     """
 
     fields: tuple[Field, ...]
     reads: str
+    capacities: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def inputs(self) -> Iterator[Field]:
+        """The fields of a row that units may read."""
+        for each in self.fields:
+            if each.name != TARGET:
+                yield each
+            if self.capacities:
+                yield Field(f"{each.name}{NUMBER}", each.dims[:1], "int64")
 
     def __getitem__(self, name: str) -> Field:
         return next(each for each in self.fields if each.name == name)

@@ -4,7 +4,8 @@
     def sample(split, index, noise): ...     {"pixels": float32 [1, 28, 28], "target": int64 []}
     INPUT = "pixels"                         the field that the first unit reads, where there are several
 
-Both are functions of their arguments alone. All samples of a run have the same fields, of the same shapes.
+Both are functions of their arguments alone. All samples of a run have the same fields, of the same shapes, unless the
+file has CAPACITY and ``size(split, index)``: then the first dim of a field may be any (``ragged_rows``).
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from superstep.data.batch import SPLITS, TOKENS, SplitName
 from superstep.data.samples.noise import noise_of
+from superstep.data.samples.ragged_rows import Sizes, as_field, check_ragged, check_sizes, find_row_fields
 from superstep.errors import DataError, did_you_mean
 from superstep.numerics.loss import IGNORE
-from superstep.plan.sample_fields import TARGET, Field, SampleFields
+from superstep.plan.sample_fields import TARGET, SampleFields
 from superstep.plan.user_file import first_line, load_functions, place_in
 
 FORMS = {"length": "length(split)", "sample": "sample(split, index, noise)"}
@@ -42,14 +44,16 @@ class SampleFile:
     Attributes:
         path: of the file.
         lengths: samples of each split.
-        fields: of each sample.
+        fields: of each row: one sample, or several ragged ones.
         function: the file's ``sample``.
+        size: the file's ``size``; None where each row is one sample.
     """
 
     path: Path
     lengths: Mapping[SplitName, int]
     fields: SampleFields
     function: Callable[[str, int, np.random.Generator], Sample]
+    size: Callable[[str, int], object] | None = None
 
     def read(self, split: SplitName, index: int, *, seed: int, epoch: int) -> Sample:
         """A sample of an epoch.
@@ -65,20 +69,41 @@ class SampleFile:
             known = ", ".join(each.name for each in self.fields.fields)
             what = f"has no field '{missing[0]}'" if missing else f"has the fields {', '.join(sample)}"
             raise DataError(f"{where} {what}, and the first sample has {known}; give every sample the same fields.")
+        counted = int((sample[TARGET] != IGNORE).sum())
+        if self.size is not None:
+            check_ragged(sample, self.measure(split, index), self.fields, counted, where)
+            return sample
         for wanted in self.fields.fields:
-            given = _field(wanted.name, sample[wanted.name])
+            given = as_field(wanted.name, sample[wanted.name])
             if given != wanted:
                 raise DataError(
                     f"{where} has '{wanted.name}' as {given}, and the first sample as {wanted}; give all samples of a "
-                    "run one shape and dtype."
+                    "run one shape and dtype, or the file a CAPACITY and size(split, index)."
                 )
-        if bool((sample[TARGET] == IGNORE).any()):
+        if counted < sample[TARGET].numel():
             raise DataError(f"{where} has the target {IGNORE}, which no loss counts; leave such samples out.")
         return sample
+
+    def measure(self, split: SplitName, index: int) -> Sizes:
+        """The first dim of each field of a ragged sample; raises DataError where ``size`` gives something else."""
+        assert self.size is not None
+        called = f"size('{split}', {index})"
+        try:
+            given = self.size(split, index)
+        except (Exception, SystemExit) as error:
+            raise DataError(
+                f"data.source: {place_in(self.path, error)}: {called} fails: {first_line(error)}."
+            ) from error
+        return check_sizes(given, self.fields.capacities, f"data.source: {self.path}: {called}")
+
+    def sizes(self, split: SplitName) -> list[Sizes]:
+        """What ``measure`` gives for each sample of a split; empty where each row is one sample."""
+        return [] if self.size is None else [self.measure(split, index) for index in range(self.lengths[split])]
 
     def digest(self) -> str:
         """A hash of the lengths and of some samples (``probes``) with seed 0, to detect that the data has changed."""
         whole = hashlib.sha256(repr(sorted(self.lengths.items())).encode())
+        whole.update(b"".join(repr(sorted(sizes.items())).encode() for split in SPLITS for sizes in self.sizes(split)))
         for split, index in self.probes():
             for name, values in sorted(self.read(split, index, seed=0, epoch=0).items()):
                 whole.update(name.encode() + _bytes(values))
@@ -102,11 +127,12 @@ def open_samples(source: str | Path) -> SampleFile:
     names = load_functions(path, FORMS, kind="data", field="data.source")
     lengths = {split: _length(path, names["length"], split) for split in SPLITS}
     first = _call(path, names["sample"], "sample('train', 0)", "train", 0, 0, 0)
-    fields = tuple(_field(name, values) for name, values in first.items())
+    fields = tuple(as_field(name, values) for name, values in first.items())
     reads = _reads(path, [each.name for each in fields if each.name != TARGET], names.get("INPUT"))
-    return SampleFile(
-        path=path, lengths=lengths, fields=SampleFields(fields=fields, reads=reads), function=names["sample"]
-    )
+    whole, size = SampleFields(fields=fields, reads=reads), names.get("size")
+    if size is not None or "CAPACITY" in names:
+        whole = find_row_fields(whole, size, names.get("CAPACITY"), f"data.source: {path}")
+    return SampleFile(path=path, lengths=lengths, fields=whole, function=names["sample"], size=size)
 
 
 def check_pure(samples: SampleFile, seed: int) -> None:
@@ -122,6 +148,12 @@ def check_pure(samples: SampleFile, seed: int) -> None:
                 f"data.source: {samples.path}: length('{split}') is {samples.lengths[split]}, and "
                 f"{again.lengths[split]} when the file is run again; let it depend on the split alone."
             )
+        for index, (size, new) in enumerate(zip(samples.sizes(split), again.sizes(split), strict=True)):
+            if size != new:
+                raise DataError(
+                    f"data.source: {samples.path}: size('{split}', {index}) is {size}, and then {new}; let it "
+                    "depend on split and index alone."
+                )
     places = [
         (split, index, epoch) for split, index in samples.probes() for epoch in (0, 1) if split == "train" or not epoch
     ]
@@ -186,10 +218,6 @@ def _reads(path: Path, names: list[str], chosen: object) -> str:
             "name it in the file, as INPUT = 'pixels'."
         )
     return names[0]
-
-
-def _field(name: str, values: Tensor) -> Field:
-    return Field(name, tuple(values.shape), str(values.dtype).removeprefix("torch."))
 
 
 def _bytes(values: Tensor) -> bytes:

@@ -59,7 +59,7 @@ def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Ten
     """A function from document starts to a microbatch's sight: int64 [B, S] on the host, of the whole sequences on
     every rank; None where attention crosses documents. Overflows of exact sums are noted in ``excess``.
     """
-    tokens, cp = run.config.data.sequence_tokens, mesh.shape.cp
+    tokens, cp = run.targets_of_row, mesh.shape.cp
     held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
     across = SequenceView(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
 

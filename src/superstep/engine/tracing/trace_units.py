@@ -202,9 +202,8 @@ class _Unit:
         is_selective = run.plan.recompute == "selective" and run.plan.recomputed[unit]
         self._compute = (machine.selective if is_selective else machine.compute)[unit]
         self._targets = _targets(run, machine)
-        data = run.config.data
         # One document fills the sequence: other documents are not known yet, and would reduce the work.
-        starts = torch.zeros(run.plan.microbatch, data.sequence_tokens, dtype=torch.long) if data.is_masked else None
+        starts = torch.zeros(run.plan.microbatch, run.targets_of_row, dtype=torch.long) if run.has_documents else None
         self._sight = replace(machine.sight(starts), place=SamplePlace(is_training=True))
 
     def operations(self) -> UnitOperations:

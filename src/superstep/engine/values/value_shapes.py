@@ -12,7 +12,6 @@ from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.unit import INPUT, Fields, UnitSpec, name_fields
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.sample_fields import TARGET
 
 
 def example_rows(run: Resolved) -> dict[str, torch.Tensor]:
@@ -22,8 +21,7 @@ def example_rows(run: Resolved) -> dict[str, torch.Tensor]:
         return {INPUT: tokens, TOKENS: tokens}
     rows = {
         field.name: torch.empty(1, *field.dims, dtype=getattr(torch, field.dtype), device="meta")
-        for field in run.samples.fields
-        if field.name != TARGET
+        for field in run.samples.inputs
     }
     return {INPUT: rows[run.samples.reads], **rows}
 

@@ -44,3 +44,5 @@ def require_whole_groups(specs: Iterable[UnitSpec], run: Resolved, where: str) -
             raise ConfigError(f"{at} plan.{name} gives each rank a part of every sample; set plan.{name} to {mend}.")
         if run.config.data.is_masked:
             raise ConfigError(f"{at} documents are not its samples; set data.document_mask to false.")
+        if run.has_documents:
+            raise ConfigError(f"{at} a row of ragged samples is no sample; take another norm, such as LayerNorm.")

@@ -120,6 +120,11 @@ class Resolved:
         return "samples" if not self.samples.target.dims else "targets"
 
     @property
+    def has_documents(self) -> bool:
+        """Whether a row holds several documents, or several ragged samples, that attention keeps apart."""
+        return self.config.data.is_masked if self.samples is None else bool(self.samples.capacities)
+
+    @property
     def targets_of_row(self) -> int:
         """Targets of a row of a batch: the tokens of a sequence, or those of a sample."""
         return self.config.data.sequence_tokens if self.samples is None else self.samples.targets

@@ -35,8 +35,8 @@ def _parts(run: Resolved) -> Iterator[str]:
     yield "tied" if run.outline.is_tied else "untied"
     if not config.data.packed:
         yield "padded"
-    if config.data.is_masked:
-        yield "documents apart"
+    if run.has_documents:
+        yield "documents apart" if run.samples is None else "samples apart"
     if config.numerics.compute != "fp32":
         yield config.numerics.compute
 

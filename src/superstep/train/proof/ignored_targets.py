@@ -24,6 +24,7 @@ import torch
 
 from superstep.data.batch import Batch, BatchSource
 from superstep.numerics.loss import IGNORE
+from superstep.plan.sample_fields import NUMBER, TARGET
 
 CUTS = 3
 """Documents that begin within an odd row; an even row has one less."""
@@ -33,7 +34,9 @@ STRIDE = 19
 
 
 class Divided:
-    """A source of batches with additional document starts. Without a document mask it changes nothing."""
+    """A source of batches with additional document starts. Without a document mask it changes nothing, nor where rows
+    hold several samples, as these begin within each row anyway.
+    """
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -42,7 +45,7 @@ class Divided:
     def batch(self, sample: int, rows: slice) -> Batch:
         """Rows of the global batch at cursor ``sample``."""
         whole = self._source.batch(sample, slice(0, self.batch_sequences))
-        if whole.starts_BS is None:
+        if whole.starts_BS is None or TARGET + NUMBER in whole.fields:
             return whole.rows(rows)
         targets_BS, starts_BS = whole.targets_BS.clone(), whole.starts_BS.clone()
         tokens = starts_BS.shape[1]

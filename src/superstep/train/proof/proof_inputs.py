@@ -145,11 +145,14 @@ def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str
     if case.one_rank is not None and has_same_roundings(case.run):
         yield "the same with one rank of the engine in bf16, which rounds alike: only the order of sums differs"
     counts = [int((row != IGNORE).sum()) for batch in case.batches for row in batch.targets_BS]
-    row = "sequence" if case.run.samples is None else "sample"
+    row = "sequence" if case.run.samples is None else "row of samples" if case.run.samples.capacities else "sample"
     yield f"the divisor: a {row} has {min(counts)} to {max(counts)} valid targets, so ranks differ"
     if case.run.config.data.is_masked:
         begun = sum(documents_begun(batch) for batch in case.batches)
         yield f"the document mask: in the batches {begun} documents begin within a sequence, most added here"
+    if case.run.samples is not None and case.run.samples.capacities:
+        begun = sum(documents_begun(batch) for batch in case.batches)
+        yield f"ragged samples: in the batches {begun} samples or paddings begin within a row"
     changes = [
         f"train.{name} {change} from {before:g} to {now:g}"
         for name, change, before, now in (

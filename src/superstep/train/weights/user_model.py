@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from superstep.data.samples.sample_file import open_samples
 from superstep.engine.tracing.trace_user_model import rehearse
@@ -16,10 +17,12 @@ from superstep.errors import ConfigError
 from superstep.model.custom.inspect import outline_of, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.custom.user_model import load_units
-from superstep.model.unit import GIVEN, UnitSpec
+from superstep.model.decoder import flash
+from superstep.model.unit import GIVEN, Fields, UnitSpec
 from superstep.plan.config import RunConfig
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.plan.sample_fields import SampleFields
+from superstep.plan.sample_fields import TARGET, SampleFields
 
 
 def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
@@ -48,6 +51,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
         _check_logits(config, between[-1].shape)
     else:
         _check_targets(source, specs[-1], run.samples, between[-1].shape)
+        _check_ragged(source, specs, rows, run.samples)
     if config.data.is_masked:
         _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
@@ -94,6 +98,22 @@ def _check_targets(source: str, last: UnitSpec, samples: SampleFields, shape: to
             f"{source}: the last unit '{last.name}' gives {list(shape)} for one sample, and its target is {target}; it "
             f"must return logits, {[1, *target.dims, 'classes']}, or have a loss of its own."
         )
+
+
+def _check_ragged(source: str, specs: Sequence[UnitSpec], rows: Fields, samples: SampleFields) -> None:
+    """Check that units which take attention or positions run on places of the target: its samples are kept apart."""
+    if not samples.capacities or not any({"attend", "positions"} & {*spec.takes} for spec in specs):
+        return
+    places = samples.capacities[TARGET]
+
+    def attend(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+        if q_BSNH.shape[1] != places:
+            raise ValueError(f"{q_BSNH.shape[1]} queries; use attend_within for places of another field")
+        return flash(q_BSNH, k_BSKH, v_BSKH, rule)
+
+    given = {**GIVEN, "attend": attend, "positions": torch.empty(1, places, dtype=torch.long, device="meta")}
+    where = f"{source}, with attention and positions within the samples of the target's {places} places"
+    pass_through(specs, rows, torch.float32, where, given)
 
 
 def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:

@@ -1,0 +1,48 @@
+"""Operations on rows of ragged samples that keep the samples apart, for units of a user's model.
+
+``numbers`` is the field ``NAME.sample`` of the batch: the number of each place's sample in its row, -1 in the padding.
+
+    B  rows       S  places of a row     D  width of a place
+    N  heads      M  samples of a row    H  width of one head
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from superstep.model.fused_attention import fused_attention
+
+
+def attend_within(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, numbers_BS: Tensor) -> Tensor:
+    """Attention of each place to all places of its sample, [B, S, N, H]. Padding sees padding."""
+    q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
+    is_visible_B1SS = (numbers_BS[:, :, None] == numbers_BS[:, None, :])[:, None]
+    return fused_attention(q_BNSH, k_BKSH, v_BKSH, is_visible_B1SS).transpose(1, 2)
+
+
+def neighbours_within(x_BSD: Tensor, numbers_BS: Tensor) -> Tensor:
+    """Each place with those before and behind it, [B, S, 3 · D]; zero where these are of another sample.
+
+    A linear layer of it is a convolution of width 3, padded with zeros at both ends of each sample.
+    """
+    is_next_BS1 = (numbers_BS[:, 1:] == numbers_BS[:, :-1]).unsqueeze(-1)
+    before = F.pad(x_BSD[:, :-1] * is_next_BS1, (0, 0, 1, 0))
+    behind = F.pad(x_BSD[:, 1:] * is_next_BS1, (0, 0, 0, 1))
+    return torch.cat([before, x_BSD, behind], -1)
+
+
+def positions_within(numbers_BS: Tensor) -> Tensor:
+    """The position of each place in its sample, from 0 on: int64 [B, S]."""
+    places_S = torch.arange(numbers_BS.shape[1], device=numbers_BS.device)
+    starts_BS = places_S.expand_as(numbers_BS).clone()
+    starts_BS[:, 1:] *= numbers_BS[:, 1:] != numbers_BS[:, :-1]
+    return places_S - starts_BS.cummax(1).values
+
+
+def mean_within(x_BSD: Tensor, numbers_BS: Tensor, samples: int) -> Tensor:
+    """The mean over each sample's places: [B, samples, D]; zero for samples that a row lacks."""
+    numbers_M = torch.arange(samples, device=numbers_BS.device)
+    is_own_BMS = (numbers_M[:, None] == numbers_BS[:, None, :]).to(x_BSD.dtype)
+    return (is_own_BMS @ x_BSD) / is_own_BMS.sum(-1, keepdim=True).clamp(min=1)
