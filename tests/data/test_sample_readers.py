@@ -1,14 +1,24 @@
-"""Readers of pictures: idx files, CIFAR's binaries, folders of classes."""
+"""Readers of samples: idx files, CIFAR's binaries, folders of classes, parquet, tars, and lists of sounds."""
 
+import builtins
 import gzip
+import io
+import json
+import math
+import tarfile
+import wave
 
 import numpy as np
 import pytest
 import torch
 
 from superstep.data.samples.cifar import read_cifar
-from superstep.data.samples.class_folder import list_pictures, read_picture
+from superstep.data.samples.class_folder import list_pictures
 from superstep.data.samples.idx import read_idx, write_idx
+from superstep.data.samples.parquet import ParquetRows, picture_bytes
+from superstep.data.samples.pictures import read_picture
+from superstep.data.samples.sounds import list_sounds, read_sound, sound_seconds
+from superstep.data.samples.web_dataset import TarSamples
 from superstep.errors import DataError
 
 
@@ -94,3 +104,147 @@ def test_a_folder_without_pictures_is_refused(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(DataError, match="has no folders with pictures; make one for each class"):
             list_pictures(folder)
+
+
+def png(level):
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.new("RGB", (6, 4), (level, 0, 255)).save(file, "png")
+    return file.getvalue()
+
+
+def test_parquet_files_hold_pictures_and_labels(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for part, levels in enumerate([(10, 20), (30,)]):
+        pictures = [{"bytes": png(level), "path": None} for level in levels]
+        table = pa.table({"image": pictures, "label": list(levels), "other": ["x"] * len(levels)})
+        parquet.write_table(table, tmp_path / f"{part}.parquet")
+    rows = ParquetRows(sorted(tmp_path.glob("*.parquet")), ["image", "label"])
+    assert len(rows) == 3
+    assert [rows[index]["label"] for index in (2, 0, 1)] == [30, 10, 20]
+    assert set(rows[0]) == {"image", "label"}
+    pixels = read_picture(picture_bytes(rows[1]["image"]))
+    assert pixels.shape == (3, 4, 6)
+    assert pixels[:, 0, 0].tolist() == [20, 0, 255]
+    assert picture_bytes(b"raw") == b"raw"
+    with pytest.raises(DataError, match="has no column 'labels'; its columns are image, label, other"):
+        ParquetRows([tmp_path / "0.parquet"], ["labels"])
+    with pytest.raises(DataError, match="holds a struct of bytes, path without bytes"):
+        picture_bytes({"bytes": None, "path": "a.png"})
+    (tmp_path / "2.parquet").write_bytes(b"no parquet")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        ParquetRows([tmp_path / "2.parquet"])
+    with pytest.raises(DataError, match="there are no parquet files"):
+        ParquetRows([])
+
+
+def write_tar(path, files, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, raw in files:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(raw)
+            tar.addfile(entry, io.BytesIO(raw))
+
+
+def test_samples_of_a_tar_are_files_of_one_name(tmp_path):
+    write_tar(tmp_path / "0.tar", [("a/000.JPG", b"p0"), ("a/000.seg.png", b"s0"), ("a/000.cls", b"7")])
+    write_tar(tmp_path / "1.tar", [("000.jpg", b"p1"), ("b.d/000.jpg", b"p2"), ("000.cls", b"8"), ("notes", b"")])
+    samples = TarSamples([tmp_path / "0.tar", tmp_path / "1.tar"])
+    assert len(samples) == 3
+    assert samples[2] == {"jpg": b"p2"}
+    assert samples[0] == {"jpg": b"p0", "seg.png": b"s0", "cls": b"7"}
+    assert samples[1] == {"jpg": b"p1", "cls": b"8"}
+
+
+def test_another_tar_is_refused(tmp_path):
+    write_tar(tmp_path / "small.tar", [("0.jpg", b"")], "w:gz")
+    write_tar(tmp_path / "empty.tar", [("notes", b"")])
+    write_tar(tmp_path / "twice.tar", [("0.jpg", b"a"), ("0.jpg", b"b")])
+    for name, says in (
+        ("small", "cannot be read as a tar without compression"),
+        ("none", "cannot be read as a tar without compression"),
+        ("empty", "has no samples: files such as 000.jpg and 000.cls"),
+        ("twice", "has '0.jpg' twice"),
+    ):
+        with pytest.raises(DataError, match=says):
+            TarSamples([tmp_path / f"{name}.tar"])
+
+
+def write_wav(path, values, *, rate=8000, width=2, channels=1):
+    whole = (np.asarray(values) * (2 ** (8 * width - 1) - 1)).round().astype(np.int64) + (128 if width == 1 else 0)
+    raw = whole.repeat(channels).astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, width, rate, len(values), "NONE", ""))
+        file.writeframes(raw)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_wav_files_are_read_at_any_rate(tmp_path, width):
+    values = np.sin(2 * math.pi * 440 * np.arange(4000) / 8000) / 2
+    write_wav(tmp_path / "one.wav", values, width=width, channels=2)
+    assert sound_seconds(tmp_path / "one.wav") == 0.5
+    step = 2.0 ** (1 - 8 * width)
+    torch.testing.assert_close(
+        read_sound(tmp_path / "one.wav", 8000).double(), torch.from_numpy(values), atol=2 * step + 1e-7, rtol=0
+    )
+    fine = read_sound(tmp_path / "one.wav")
+    wanted = torch.sin(2 * math.pi * 440 * torch.arange(8000) / 16000) / 2
+    assert fine.shape == (8000,)
+    torch.testing.assert_close(fine[200:-200], wanted[200:-200], atol=2e-3 + 2 * step, rtol=0)
+
+
+def test_sounds_are_listed_in_json_lines(tmp_path):
+    (tmp_path / "wav").mkdir()
+    write_wav(tmp_path / "wav" / "one.wav", [0.0, 0.5])
+    lines = [{"audio": "wav/one.wav", "text": "one"}, {"audio": "wav/two.ogg", "text": "two"}]
+    path = tmp_path / "list.jsonl"
+    path.write_text("\n\n".join(map(json.dumps, lines)), encoding="utf-8")
+    found = list_sounds(path)
+    assert [entry["text"] for entry in found] == ["one", "two"]
+    assert len(read_sound(found[0]["audio"], 8000)) == 2
+    path.write_text('{"audio": "a.wav"}\n{"sound": "b.wav"}\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"list.jsonl:2 is no object with the field 'audio'"):
+        list_sounds(path)
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match="has no lines"):
+        list_sounds(path)
+    (tmp_path / "wav" / "one.wav").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match="is no uncompressed wav file"):
+        read_sound(found[0]["audio"])
+
+
+def test_ogg_files_are_read(tmp_path):
+    soundfile = pytest.importorskip("soundfile")
+    values = np.sin(2 * math.pi * 440 * np.arange(16000) / 16000) / 2
+    soundfile.write(tmp_path / "one.ogg", values, 16000)
+    assert sound_seconds(tmp_path / "one.ogg") == 1.0
+    sound = read_sound(tmp_path / "one.ogg")
+    assert sound.shape == (16000,)
+    assert abs(float(sound.square().mean()) - 0.125) < 0.01
+    (tmp_path / "two.ogg").write_bytes(b"OggS")
+    with pytest.raises(DataError, match="is no sound"):
+        read_sound(tmp_path / "two.ogg")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "read"),
+    [
+        ("PIL", "pictures", lambda: read_picture(b"")),
+        ("pyarrow", "parquet", lambda: ParquetRows(["0.parquet"])),
+        ("soundfile", "sounds", lambda: read_sound("one.ogg")),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, package, extra, read):
+    original = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.partition(".")[0] == package:
+            raise ImportError(name)
+        return original(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError) as refused:
+        read()
+    assert f'pip install "superstep[{extra}]"' in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,16 +1,9 @@
-"""Pictures in folders, one folder for each class: ``cats/1.png``, ``cats/2.png``, ``dogs/1.png``, ...
-
-Decoding needs Pillow: ``pip install "superstep[pictures]"``.
-"""
+"""Pictures in folders, one folder for each class: ``cats/1.png``, ``cats/2.png``, ``dogs/1.png``, ..."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from superstep.errors import DataError
 
@@ -49,29 +42,3 @@ def list_pictures(folder: str | Path) -> ClassFolder:
             f"'{folder}' has no folders with pictures; make one for each class, with {', '.join(SUFFIXES)}."
         )
     return ClassFolder(tuple(classes), pictures)
-
-
-def read_picture(path: Path, size: tuple[int, int], *, channels: int = 3) -> Tensor:
-    """A picture, uint8 [channels, height, width], scaled to ``size``.
-
-    Args:
-        path: of the file.
-        size: height and width.
-        channels: 3 for colours, 1 for grey.
-
-    Raises:
-        DataError: Pillow is not installed, or the file is no picture.
-    """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError:
-        raise DataError('pictures need Pillow, which is not installed: pip install "superstep[pictures]".') from None
-    try:
-        with Image.open(path) as picture:
-            scaled = picture.convert("RGB" if channels == 3 else "L").resize(
-                (size[1], size[0]), Image.Resampling.BILINEAR
-            )
-    except (OSError, UnidentifiedImageError) as error:
-        raise DataError(f"'{path}' is no picture ({error}); take it out of the folder.") from None
-    pixels = torch.from_numpy(np.array(scaled))
-    return pixels.unsqueeze(0) if channels == 1 else pixels.permute(2, 0, 1).contiguous()
