@@ -19,7 +19,7 @@ from superstep.model.unit import global_tensors, parameters
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.hf_styles import STYLES
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
-from superstep.plan.model.shape import SHAPES, MoeShape
+from superstep.plan.model.shape import SHAPES, DeltaShape, MoeShape
 from superstep.plan.model.style import BlockStyle
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +56,21 @@ GEMMA = replace(
 GEMMA2 = replace(GEMMA, style=replace(GEMMA.style, soft_cap=2.0, logit_cap=3.0))
 GEMMA3 = replace(GEMMA, qk_norm=True, style=replace(GEMMA.style, local_theta=500.0))
 GRANITE = BlockStyle(embedding_scale=6.0, query_scale=0.5, residual_scale=0.25, logit_divisor=3.0)
+# A head's first outputs are small: the norm of linear attention divides by them, so a larger eps keeps rounding small.
+QWEN35 = replace(
+    LLAMA,
+    family="qwen3",
+    head_dim=32,
+    qk_norm=True,
+    norm_eps=1e-3,
+    full_layers=(1,),
+    style=STYLES["qwen3_5_text"].style,
+    delta=DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=24),
+)
+SHARED = replace(EXPERTS, shared_experts=2)
+QWEN_NEXT = replace(
+    QWEN35, style=STYLES["qwen3_next"].style, moe=SHARED, ffn=48, delta=replace(QWEN35.delta, is_grouped=True)
+)
 SHAPES_BY_NAME = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -88,6 +103,10 @@ SHAPES_BY_NAME |= {
     "gemma3-long": replace(GEMMA3, rope_scaling=LinearRope(factor=8.0), full_layers=(0,)),
     "gemma3-capped": replace(GEMMA3, full_layers=(), style=replace(GEMMA3.style, logit_cap=3.0, query_scale=0.25)),
     "granite": replace(LLAMA, style=GRANITE),
+    "qwen3.5": QWEN35,
+    "qwen3.5-tied": replace(QWEN35, full_layers=(0,), tied=True, delta=replace(QWEN35.delta, key_heads=4)),
+    "qwen3-next": QWEN_NEXT,
+    "qwen3-next-yarn": replace(QWEN_NEXT, full_layers=(0,), rope_scaling=YARN, moe=replace(SHARED, renormalise=False)),
 }
 SHAPE = pytest.mark.parametrize("shape", SHAPES_BY_NAME.values(), ids=SHAPES_BY_NAME)
 

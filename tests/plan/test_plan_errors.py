@@ -270,7 +270,7 @@ HF: list[tuple[dict[str, object], str]] = [
         "model_type = 'nemotron_h' has layers of a state space, which Superstep can neither train nor price; it must "
         "be one of",
     ),
-    ({"model_type": "qwen3_next"}, "has layers of linear attention, which Superstep can neither train nor price"),
+    ({"model_type": "minimax"}, "has layers of linear attention, which Superstep can neither train nor price"),
     ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
     ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
     ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),

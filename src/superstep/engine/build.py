@@ -20,7 +20,7 @@ from superstep.engine.build_modules import (
     selective,
 )
 from superstep.engine.exact.layer_settings import ExactLayers, grid_of
-from superstep.engine.exact.modules import build_exact_loss
+from superstep.engine.exact.loss import build_exact_loss
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext

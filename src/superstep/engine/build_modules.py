@@ -68,7 +68,13 @@ def make_compute(
     """
 
     def compute(inputs: Sequence[Tensor], sight: SequenceView) -> Tensor:
-        given = {"attend": sight.attend, "positions": sight.positions, "exchange": exchange, "noise": None}
+        given = {
+            "attend": sight.attend,
+            "positions": sight.positions,
+            "scan": sight.scan,
+            "exchange": exchange,
+            "noise": None,
+        }
         here = {name: given[name] for name in spec.takes}
         return run_with_noise(module, noise, inputs, here, sight.place, f"{spec.name}.", held)
 
@@ -103,6 +109,7 @@ _SAVED = frozenset(
         _ATEN._scaled_dot_product_cudnn_attention.default,
         torch.ops.superstep.document_attention.default,
         torch.ops.superstep.blockwise_attention.default,
+        torch.ops.superstep.delta_rule.default,
         torch.ops.superstep.ring_attention.default,
     }
 )

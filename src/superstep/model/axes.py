@@ -7,15 +7,28 @@ itself has no such knowledge.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
+
+import torch
 
 from superstep.model.decoder import Block, Embedding, Head
 from superstep.model.rope import layer_ropes
 from superstep.model.unit import ParamSpec, UnitSpec
-from superstep.plan.model.axes import EMBED_AXES, HEAD_AXES, Axes, block_axes, block_names, embed_names, head_names
+from superstep.plan.model.axes import (
+    CUT_AS,
+    EMBED_AXES,
+    HEAD_AXES,
+    Axes,
+    block_axes,
+    block_names,
+    embed_names,
+    head_names,
+    sections,
+)
 from superstep.plan.model.shape import ModelShape
 
-RESIDUAL = ("self_attn.o_proj.weight", "down_proj.weight")
+RESIDUAL = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight", "down_proj.weight")
 """Endings of names of layers that add to the residual stream. Their initial values are smaller by sqrt(2 · layers), so
 that depth does not grow the stream's variance (Radford 2019).
 """
@@ -24,15 +37,14 @@ that depth does not grow the stream's variance (Radford 2019).
 def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
     """The decoder as units: ``embed``, ``block.0``, ..., ``head``. A tied head names the embedding's parameter."""
     ropes = layer_ropes(shape)
-    table = block_axes(shape)
-    takes = ("attend", "positions", "exchange") if shape.moe else ("attend", "positions")
+    exchange = ("exchange",) if shape.moe else ()
 
     def block(layer: int) -> UnitSpec:
-        names = block_names(shape, layer)
-        params = {local: _block_spec(shape, names[local], local, axes) for local, axes in table.items()}
-        return UnitSpec(
-            name=f"block.{layer}", build=partial(Block, shape, ropes[layer], layer), params=params, takes=takes
-        )
+        names, own = block_names(shape, layer), shape.at(layer)
+        params = {local: _block_spec(own, names[local], local, axes) for local, axes in block_axes(own).items()}
+        mixing = ("scan",) if own.delta else ("attend", "positions")
+        build = partial(Block, shape, ropes[layer], layer)
+        return UnitSpec(name=f"block.{layer}", build=build, params=params, takes=mixing + exchange)
 
     embed = {local: _spec(embed_names()[local], axes, shape.init_std) for local, axes in EMBED_AXES.items()}
     offset = shape.style.norm_offset
@@ -49,14 +61,28 @@ def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSp
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
         std = 0.0  # without signal and with noise alone the load starts even (Shazeer 2017, appendix A)
     if axes[0] != "experts":
-        return _spec(name, axes, std, shape.style.norm_offset)
+        return _delta_spec(shape, _spec(name, axes, std, shape.style.norm_offset), local)
     assert shape.moe is not None
     start, end = name.split(".experts.")
     stack = tuple(f"{start}.experts.{expert}.{end}" for expert in range(shape.moe.experts))
     return ParamSpec(name=name, axes=axes, std=std, stack=stack)
 
 
+def _delta_spec(shape: ModelShape, spec: ParamSpec, local: str) -> ParamSpec:
+    """The spec of a parameter that linear attention may have: a norm without an offset, decays spread over heads."""
+    if shape.delta is None or not local.startswith("linear_attn."):
+        return spec
+    heads = shape.delta.value_heads
+    match local.removeprefix("linear_attn."):
+        case "A_log":  # the quantiles of transformers' log of a uniform number up to 16
+            return replace(spec, values=((torch.arange(heads) + 0.5) * 16 / heads).log())
+        case "dt_bias" | "norm.weight":
+            return replace(spec, std=None)
+    return replace(spec, sections=sections(shape, local))
+
+
 def _spec(name: str, axes: Axes, std: float, offset: float = 0.0) -> ParamSpec:
     """Matrices start normal, the weights of norms as ones, or zeros where one is added, and biases as zeros."""
     start = 0.0 if name.endswith(".bias") or offset else None
-    return ParamSpec(name=name, axes=axes, std=std if len(axes) > 1 else start)
+    cut = tuple(CUT_AS.get(axis, axis) for axis in axes)
+    return ParamSpec(name=name, axes=cut, std=std if len(axes) > 1 else start)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from superstep.model.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
+from superstep.model.mixers.gated_delta import GatedDelta, Scan
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope, layer_ropes
@@ -84,7 +85,9 @@ class Attention(nn.Module):
     def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
         super().__init__()
         self.head_dim, self.rope, self.rule = shape.head_dim, rope, shape.rule(layer)
-        self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_dim, bias=shape.qkv_bias)
+        self.has_gate, self.rotated = shape.style.output_gate, shape.rotated
+        queries = (2 if self.has_gate else 1) * shape.heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.width, queries, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.width, shape.kv_heads * shape.head_dim, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
@@ -94,21 +97,33 @@ class Attention(nn.Module):
             width = shape.head_dim * (heads if self.is_wide else 1)
             norm = RMSNorm(width, shape.norm_eps, shape.style.norm_offset) if shape.qk_norm else nn.Identity()
             self.add_module(name, norm)
+        self.gate_fn = nn.Sigmoid() if self.has_gate else nn.Identity()
 
     def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
         heads = B, S, -1, self.head_dim
         q, k, v_BSKH = self.q_proj(x_BSD), self.k_proj(x_BSD), self.v_proj(x_BSD).view(heads)
+        gate = None
+        if self.has_gate:
+            q, gate = q.view(B, S, -1, 2 * self.head_dim).chunk(2, -1)
         if self.is_wide:
             q_BSNH, k_BSKH = self.q_norm(q).view(heads), self.k_norm(k).view(heads)
         else:
-            q_BSNH, k_BSKH = self.q_norm(q.view(heads)), self.k_norm(k.view(heads))
+            q_BSNH, k_BSKH = self.q_norm(q.reshape(heads)), self.k_norm(k.view(heads))
         if self.query_factor != 1.0:  # attention divides by sqrt(head_dim)
             q_BSNH = q_BSNH * self.query_factor
-        q_BSNH, k_BSKH = self.rope(q_BSNH, positions), self.rope(k_BSKH, positions)
+        q_BSNH, k_BSKH = self._rotate(q_BSNH, positions), self._rotate(k_BSKH, positions)
         out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule)
+        if gate is not None:
+            out_BSNH = out_BSNH * self.gate_fn(gate)
         out_BSD: Tensor = self.o_proj(out_BSNH.flatten(2))
         return out_BSD
+
+    def _rotate(self, x_BSNH: Tensor, positions: Tensor | None) -> Tensor:
+        if self.rotated == self.head_dim:
+            return self.rope(x_BSNH, positions)
+        turned, other = x_BSNH.split((self.rotated, self.head_dim - self.rotated), -1)
+        return torch.cat((self.rope(turned, positions), other), -1)
 
 
 class Embedding(nn.Module):
@@ -128,8 +143,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward or a mixture of them, each added to the residual stream. Norms stand
-    before them, after them, or both.
+    """One layer: attention, or linear attention, then feed-forward or a mixture of them, each added to the residual
+    stream. Norms stand before them, after them, or both.
     """
 
     input_layernorm: nn.Module
@@ -140,7 +155,11 @@ class Block(nn.Module):
         self.norms, self.scale = NORM_NAMES[shape.style.norms], shape.style.residual_scale
         before, after, before_inner, after_inner = self.norms
         self._make_norms(shape, before)
-        self.self_attn = Attention(shape, rope, layer)
+        shape = shape.at(layer)
+        if shape.delta is None:
+            self.self_attn = Attention(shape, rope, layer)
+        else:
+            self.linear_attn = GatedDelta(shape, RMSNorm(shape.delta.value_dim, shape.norm_eps))
         self._make_norms(shape, after, before_inner)
         self.mlp = (
             MixtureOfExperts(shape, layer) if shape.moe else FeedForward(shape.width, shape.ffn, shape.style.gate)
@@ -158,16 +177,22 @@ class Block(nn.Module):
         *,
         attend: Attend | None = None,
         positions: Tensor | None = None,
+        scan: Scan | None = None,
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
         before, after, before_inner, after_inner = self.norms
         # Attention's output has no name, so that its memory is free before the feed-forward runs.
-        h_BSD = self._add(
-            h_BSD,
-            self._norm(after, self.self_attn(self._read(before, h_BSD), attend=attend, positions=positions)),
-        )
+        mixing = {"attend": attend, "positions": positions} if isinstance(self.mixer, Attention) else {"scan": scan}
+        h_BSD = self._add(h_BSD, self._norm(after, self.mixer(self._read(before, h_BSD), **mixing)))
         given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
         return self._add(h_BSD, self._norm(after_inner, self.mlp(self._read(before_inner, h_BSD), **given)))
+
+    @property
+    def mixer(self) -> Attention | GatedDelta:
+        """The layer in which tokens see each other."""
+        mixer = self._modules.get("self_attn", self._modules.get("linear_attn"))
+        assert isinstance(mixer, Attention | GatedDelta)
+        return mixer
 
     def _read(self, norm: str | None, h_BSD: Tensor) -> Tensor:
         # The view is a node of the graph. There the gradients of all readers of the stream are summed, before their sum
@@ -235,11 +260,12 @@ class Decoder(nn.Module):
         *,
         attend: Attend | None = None,
         positions: Tensor | None = None,
+        scan: Scan | None = None,
         exchange: ExpertDispatch | None = None,
     ) -> Tensor:
         """The logits: [B, S, V]."""
         h_BSD = self.embed(tokens_BS)
         for block in self.block:
-            h_BSD = block(h_BSD, attend=attend, positions=positions, exchange=exchange)
+            h_BSD = block(h_BSD, attend=attend, positions=positions, scan=scan, exchange=exchange)
         logits_BSV: Tensor = self.head(h_BSD)
         return logits_BSV

@@ -188,8 +188,10 @@ def _is_same(one: HfTensor, other: HfTensor) -> bool:
 
 
 def _is_spare(name: str) -> bool:
-    """Whether a checkpoint may hold this tensor without use: old Llama files store the rotary frequencies."""
-    return name == _HEAD or name.endswith("rotary_emb.inv_freq")
+    """Whether a checkpoint may hold this tensor without use: old Llama files store the rotary frequencies, Qwen3-Next's
+    heads for further tokens.
+    """
+    return name == _HEAD or name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.")
 
 
 def _first(names: Sequence[str]) -> str:

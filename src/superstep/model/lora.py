@@ -102,7 +102,7 @@ def _factors(param: ParamSpec, inputs: int) -> tuple[ParamSpec, ParamSpec]:
     names, (out_axis, in_axis) = factor_names(param.name.removesuffix(".weight")), param.axes
     return (
         ParamSpec(name=names["a"], axes=(None, in_axis), std=None, bound=1 / math.sqrt(inputs), factor="a"),
-        ParamSpec(name=names["b"], axes=(out_axis, None), std=0.0, factor="b"),
+        ParamSpec(name=names["b"], axes=(out_axis, None), std=0.0, factor="b", sections=param.sections),
     )
 
 

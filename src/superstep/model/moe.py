@@ -87,6 +87,9 @@ class MixtureOfExperts(nn.Module):
         shared = shape.moe.shared_experts
         # Shared experts all process the same tokens, so they are one wide expert.
         self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
+        has_gate = shared and shape.style.shared_gate
+        self.shared_expert_gate = nn.Linear(shape.width, 1, bias=False) if has_gate else None
+        self.gate_fn = nn.Sigmoid() if has_gate else nn.Identity()
 
     def forward(self, x_BsD: Tensor, *, exchange: ExpertDispatch) -> Tensor:
         routing = self.route(x_BsD, exchange)
@@ -95,7 +98,10 @@ class MixtureOfExperts(nn.Module):
         y_TkD = exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
         y_BsD = self.combine(weight_Tk, y_TkD).view_as(x_BsD)
         if self.shared_experts is not None:
-            y_BsD = y_BsD + self.shared_experts(x_BsD)
+            shared_BsD = self.shared_experts(x_BsD)
+            if self.shared_expert_gate is not None:
+                shared_BsD = self.gate_fn(self.shared_expert_gate(x_BsD)) * shared_BsD
+            y_BsD = y_BsD + shared_BsD
         loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
         return with_loss(y_BsD, loss_B.sum() / exchange.now.batch_sequences)
 

@@ -36,7 +36,7 @@ class Rope:
 
     def __init__(self, shape: ModelShape, *, is_local: bool = False) -> None:
         local = shape.style.local_theta if is_local else None
-        self.head_dim = shape.head_dim
+        self.head_dim = shape.rotated
         self.theta = shape.rope_theta if local is None else local
         self.scaling = shape.rope_scaling if local is None else None
         self.scale = self.scaling.attention_factor if isinstance(self.scaling, YarnRope) else 1.0

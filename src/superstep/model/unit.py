@@ -43,6 +43,9 @@ class ParamSpec:
     stack: tuple[str, ...] = ()
     """Names of the global tensors of one shape along the first dim, such as those of experts; ``name`` is unused then.
     """
+    sections: tuple[int, ...] = ()
+    """Rows of each part of the first dim that is cut on its own, such as those of queries, keys and values; () for one.
+    """
 
     @property
     def each(self) -> tuple[ParamSpec, ...]:
@@ -69,7 +72,8 @@ class UnitSpec:
     takes the output of the unit before; that of the first unit takes the input of the batch.
     """
     takes: tuple[str, ...] = ()
-    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``noise``."""
+    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``scan``, ``noise``.
+    """
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
     entropy of logits [..., V] and class numbers [...].
@@ -116,7 +120,7 @@ def start_graph(taken: Sequence[Tensor], sources: Sequence[Source], *, has_param
     ]
 
 
-GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "noise": None}
+GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "scan": None, "noise": None}
 """Keyword arguments of a unit on one device. Each forward has a ``numerics.noise.Noise`` of its own."""
 
 

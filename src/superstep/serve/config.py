@@ -122,6 +122,11 @@ def plan_named(model: str, serve: ServeConfig) -> Resolved:
         ConfigError: there is no such model, or it cannot be served with these settings.
     """
     shape = shape_of(ModelConfig(name=model))
+    if shape.delta is not None:
+        raise ConfigError(
+            f"'{model}' has linear attention, and the server keeps keys and values but no state; it trains and is "
+            "written as a Hugging Face folder, so serve that with transformers."
+        )
     if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
         raise ConfigError(
             f"serve.exact = true with model.router = '{shape.moe.router}': which tokens it drops depends on the whole "

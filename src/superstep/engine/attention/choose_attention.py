@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.comm.device import Device
@@ -18,6 +19,7 @@ from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
 from superstep.model.decoder import Attend, flash
+from superstep.model.mixers.gated_delta import Scan, WholeScan
 from superstep.numerics.fixed_point import ACTIVATION, RangeExcess
 from superstep.numerics.noise import EVALUATION, SamplePlace
 from superstep.numerics.sending import send
@@ -47,11 +49,13 @@ class SequenceView:
     Attributes:
         attend: the attention of the plan.
         positions: of this rank's tokens, [S] or [B, S], where they are not 0, 1, 2, ...
+        scan: of linear attention; None in a model without.
         place: of random numbers.
     """
 
     attend: Attend
     positions: Tensor | None
+    scan: Scan | None = None
     place: SamplePlace = EVALUATION
 
 
@@ -61,13 +65,15 @@ def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Ten
     """
     tokens, cp = run.targets_of_row, mesh.shape.cp
     held = torch.tensor(positions(tokens, cp=cp, rank=mesh.at.cp if cp > 1 else 0))
-    across = SequenceView(_attend(run, mesh, None, excess), None if cp == 1 else held.to(mesh.device.torch))
+    at = None if cp == 1 else held.to(mesh.device.torch)
+    across = SequenceView(_attend(run, mesh, None, excess), at, _scan(run, mesh, None))
 
     def sight(starts: Tensor | None) -> SequenceView:
         if starts is None:
             return across
         # One tensor for all units: its tables of positions are made once.
-        return SequenceView(_attend(run, mesh, starts, excess), send(held - starts[:, held], mesh.device.torch))
+        inside = send(held - starts[:, held], mesh.device.torch)
+        return SequenceView(_attend(run, mesh, starts, excess), inside, _scan(run, mesh, starts))
 
     return sight
 
@@ -89,6 +95,16 @@ def kernel_of(run: Resolved, device: Device) -> str:
 def is_compiled(run: Resolved, device: Device) -> bool:
     """Whether ``kernels.attention`` computes attention."""
     return wants_kernels(run, device) and not missing(device.torch)
+
+
+def _scan(run: Resolved, mesh: Mesh, starts: Tensor | None) -> Scan | None:
+    if run.decoder is None or run.decoder.delta is None:
+        return None
+    positions = None
+    if starts is not None:
+        inside = torch.arange(starts.shape[1]) - starts
+        positions = send(F.pad(inside, (0, run.decoder.delta.taps - 1)).unsqueeze(1), mesh.device.torch)
+    return WholeScan(starts, positions, is_exact=run.plan.grain is not None)
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: RangeExcess) -> Attend:

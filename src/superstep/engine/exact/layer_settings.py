@@ -53,6 +53,7 @@ class ExactLayers:
             is_cut_out=is_cut_out,
             chunks=self.chunks,
             group=self.group,
+            sections=tuple(rows * cells // self.grain.cells for rows in param.sections) if is_cut_out else (),
         )
 
 
@@ -80,8 +81,8 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: Ran
     elif "vocab" in spec.axes:
         terms = grain.tokens + products
     elif "head_dim" in spec.axes:
-        terms = grain.tokens * shape.heads
-    elif len(spec.axes) == 1:
+        terms = grain.tokens * max(shape.heads, shape.delta.value_heads if shape.delta else 0)
+    elif len(spec.axes) != 2:  # a vector, or a convolution
         terms = grain.tokens
     else:
         terms = products

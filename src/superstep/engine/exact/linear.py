@@ -8,6 +8,7 @@ or data-parallel rank. Computations on a single token need no sum over ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ class ReductionCut:
         is_cut_out: whether the output dim is.
         chunks: chunks of the sequence held here.
         group: the tp ranks; None where tp = 1.
+        sections: rows held here of each part of the output dim that is cut on its own; () for one.
     """
 
     cells_in: int
@@ -42,12 +44,25 @@ class ReductionCut:
     is_cut_out: bool
     chunks: int
     group: Group | None
+    sections: tuple[int, ...] = ()
+
+    def find_input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
+        """grad · weight, summed over all ranks' outputs: [T, I], fp32."""
+        if self.sections:  # a cell has its share of each section
+            order = _interleave(self.sections, self.cells_out).to(grad_TO.device)
+            grad_TO, weight_OI = grad_TO.index_select(1, order), weight_OI.index_select(0, order)
+        return self.over_ranks(product(grad_TO, weight_OI, cells=self.cells_out), is_cut=self.is_cut_out)
 
     def over_ranks(self, partial: Tensor, *, is_cut: bool) -> Tensor:
         """The upper levels of the tree: the sum over tp ranks, whole on each of them."""
         if self.group is None or not is_cut:
             return partial
         return tree_sum(stack_ranks(partial, self.group).unbind())
+
+
+def _interleave(sections: Sequence[int], cells: int) -> Tensor:
+    parts = [part.view(cells, -1) for part in torch.arange(sum(sections)).split(list(sections))]
+    return torch.cat(parts, 1).flatten()
 
 
 class _Linear(torch.autograd.Function):
@@ -61,8 +76,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x_BSI, weight_OI = ctx.saved_tensors
         cut: ReductionCut = ctx.cut
-        dx = product(grad_BSO.flatten(0, -2), weight_OI, cells=cut.cells_out)
-        dx = cut.over_ranks(dx, is_cut=cut.is_cut_out)
+        dx = cut.find_input_gradient(grad_BSO.flatten(0, -2), weight_OI)
         if ctx.sink is not None:
             ctx.sink.sums.do(partial(add_weight_gradient, ctx.sink, grad_BSO, x_BSI.detach(), cut.chunks))
         return dx.to(grad_BSO.dtype).view(*grad_BSO.shape[:-1], -1), None, None, None

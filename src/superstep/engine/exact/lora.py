@@ -105,7 +105,7 @@ class _Adapted(torch.autograd.Function):
         x_BSI, weight_OI, a_RI, b_OR, h_BSR = ctx.saved_tensors
         parts: _Parts = ctx.parts
         grad_TO = grad_BSO.flatten(0, -2)
-        dh = parts.b.over_ranks(product(grad_TO, b_OR, cells=parts.b.cells_out), is_cut=parts.b.is_cut_out)
+        dh = parts.b.find_input_gradient(grad_TO, b_OR)
         dh_BSR = dh.mul_(parts.scale).to(x_BSI.dtype).view_as(h_BSR)
         # The scale is applied to the narrow factor of B's gradient, as to that of A's.
         scaled_BSR = (h_BSR.float() * parts.scale).to(h_BSR.dtype)
@@ -113,9 +113,7 @@ class _Adapted(torch.autograd.Function):
         parts.sink_a.sums.do(partial(_add_to_a, parts, dh_BSR, x_BSI.detach()))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = parts.linear.over_ranks(
-                product(grad_TO, weight_OI, cells=parts.linear.cells_out), is_cut=parts.linear.is_cut_out
-            )
+            dx = parts.linear.find_input_gradient(grad_TO, weight_OI)
             added = product(dh_BSR.flatten(0, -2), a_RI)
             if parts.mask is not None:
                 added = parts.mask(added.view_as(x_BSI)).view_as(added)

@@ -13,12 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.kernels.invariant import row_sum
+from superstep.model.decoder import Head
+from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import exact_loss_sum
 from superstep.numerics.invariant_attention import exact_soft_cap
 from superstep.numerics.invariant_matmul import product, tree_sum
@@ -162,3 +165,26 @@ class _UserLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         (slope,) = ctx.saved_tensors
         return slope * grad.to(slope.dtype), None, None
+
+
+def build_exact_loss(
+    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int | None
+) -> Callable[[Tensor, LossTarget, float], Tensor]:
+    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64.
+
+    Args:
+        head: the last unit's module.
+        spec: of the unit.
+        exact: settings of the layers.
+        vocab: of our own decoder; None for a user's model.
+    """
+    if vocab is None:
+        return partial(exact_user_loss, spec.loss)
+    assert isinstance(head, Head)
+    weight = head.get_parameter("lm_head.weight")
+    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
+
+    def loss(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
+        return exact_loss(h, weight, aim, scale, sink, cut, vocab, head.logit_cap)
+
+    return loss

@@ -11,27 +11,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from superstep.engine.exact.delta import exact_delta_layers
 from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grouped_linear
 from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.linear import exact_embedding, exact_linear
 from superstep.engine.exact.lora import exact_adapted
-from superstep.engine.exact.loss import exact_loss, exact_user_loss
 from superstep.engine.exact.norm import NormSettings, exact_norm
 from superstep.engine.exact.swiglu import exact_gate_of, exact_gelu_tanh, exact_silu
 from superstep.engine.layers.fused import has_silu, make_gated
 from superstep.engine.layers.grad_accumulation import hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
-from superstep.model.decoder import Head
 from superstep.model.experts import GroupedLinear
 from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.noise import CurrentNoise
-from superstep.numerics.objective import LossTarget
 from superstep.plan.resolution.lora import ENDS
 
 
@@ -121,6 +119,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact gate", any_of(nn.GELU), lambda path, layer, inner: exact_gelu_tanh),
         _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),
         _row("exact sum over experts", any_of(MixtureOfExperts), build.experts),
+        *exact_delta_layers(exact.sinks),
         _row("autograd's gradient, added on the grid", build.is_trained, build.unknown),
     )
 
@@ -133,26 +132,3 @@ def _row(
     is_whole: bool = False,
 ) -> Implementation:
     return Implementation(name, "numerics.exact", lambda path, layer: applies(layer), build, is_whole)
-
-
-def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int | None
-) -> Callable[[Tensor, LossTarget, float], Tensor]:
-    """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64.
-
-    Args:
-        head: the last unit's module.
-        spec: of the unit.
-        exact: settings of the layers.
-        vocab: of our own decoder; None for a user's model.
-    """
-    if vocab is None:
-        return partial(exact_user_loss, spec.loss)
-    assert isinstance(head, Head)
-    weight = head.get_parameter("lm_head.weight")
-    cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
-
-    def loss(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
-        return exact_loss(h, weight, aim, scale, sink, cut, vocab, head.logit_cap)
-
-    return loss

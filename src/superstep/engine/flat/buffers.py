@@ -81,7 +81,7 @@ class UnitBuffers(ZeroStage):
         self.stop = self.start + self._share
         full = torch.zeros(layout.padded, dtype=compute, device=device.torch)
         for slot in layout.slots:
-            values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+            values = slot.take(initial(slot.spec, slot.shape, seed)).reshape(-1)
             full[slot.start : slot.held] = values.to(full)
         self.full = full
         self.master = self._first_master(seed)
@@ -116,7 +116,7 @@ class UnitBuffers(ZeroStage):
         for slot in self.layout.slots:
             low, high = max(slot.start, self.start), min(slot.held, self.stop)
             if low < high:
-                values = initial(slot.spec, slot.shape, seed)[slot.index].reshape(-1)
+                values = slot.take(initial(slot.spec, slot.shape, seed)).reshape(-1)
                 master[low - self.start : high - self.start] = values[low - slot.start : high - slot.start].to(
                     master.device
                 )

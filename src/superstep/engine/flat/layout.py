@@ -16,7 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from superstep.errors import ConfigError
 from superstep.model.meta import on_meta
@@ -35,7 +36,7 @@ class Slot:
         local: its name in the unit's module.
         spec: of the global parameter.
         shape: the global tensor's shape.
-        index: this rank's part of the global tensor, a slice for each dim.
+        blocks: this rank's part of the global tensor: a slice for each dim, and one after the other for each section.
         padding: rows of zeros after them, where a dim that tp cuts is padded.
         start: its first element in the flat buffer.
         is_partial: whether the tp ranks all hold it whole and each has only a part of its gradient.
@@ -44,7 +45,7 @@ class Slot:
     local: str
     spec: ParamSpec
     shape: tuple[int, ...]
-    index: tuple[slice, ...]
+    blocks: tuple[tuple[slice, ...], ...]
     padding: int
     start: int
     is_partial: bool
@@ -52,13 +53,24 @@ class Slot:
     @property
     def held_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part of the global tensor."""
-        return tuple(s.stop - s.start for s in self.index)
+        sizes = [tuple(s.stop - s.start for s in block) for block in self.blocks]
+        return (sum(rows for rows, *_ in sizes), *sizes[0][1:]) if sizes[0] else ()
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the local parameter: that of the part, and its padding."""
         rows, *others = self.held_shape or (1,)
-        return (rows + self.padding, *others) if self.index else ()
+        return (rows + self.padding, *others) if self.shape else ()
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part of a tensor with one section."""
+        (block,) = self.blocks
+        return block
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of the global tensor."""
+        return torch.cat([whole[block] for block in self.blocks]) if len(self.blocks) > 1 else whole[self.index]
 
     @property
     def held(self) -> int:
@@ -136,7 +148,7 @@ def lay_out(
                 local=local,
                 spec=param,
                 shape=shapes[local],
-                index=cut(param, shapes[local], mesh, at, rules, padding),
+                blocks=_blocks(param, shapes[local], mesh, at, rules, padding),
                 padding=_padding(param, shapes[local], mesh, at, rules, padding),
                 start=0,
                 is_partial=param.name in partial,
@@ -264,6 +276,25 @@ def cut(
         share = padded // degree
         index.append(slice(min(place * share, size), min((place + 1) * share, size)))
     return tuple(index)
+
+
+def _blocks(
+    spec: ParamSpec,
+    shape: tuple[int, ...],
+    mesh: MeshShape,
+    at: Coordinate,
+    rules: Rules,
+    padding: Sequence[tuple[str, int]],
+) -> tuple[tuple[slice, ...], ...]:
+    """The part of each section of a global tensor on a rank: of a whole tensor one block."""
+    if not spec.sections or mesh.tp == 1 or rules.cut(spec.axes[0]) is None:
+        return (cut(spec, shape, mesh, at, rules, padding),)
+    blocks, start = [], 0
+    for size in spec.sections:
+        rows, *others = cut(spec, (size, *shape[1:]), mesh, at, rules)
+        blocks.append((slice(start + rows.start, start + rows.stop), *others))
+        start += size
+    return tuple(blocks)
 
 
 def _padding(

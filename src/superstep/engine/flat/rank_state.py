@@ -164,20 +164,25 @@ class RankState:
 
 
 def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[TensorPiece]:
-    """The pieces of global tensors in a slot from element ``low`` on: one tensor, or each of a stack."""
-    stacked = 1 if slot.spec.stack else 0
-    names = slot.spec.stack[slot.index[0]] if stacked else (slot.spec.name,)
-    numel = math.prod(slot.held_shape[stacked:])
-    high = low + values.numel()
-    for number, name in enumerate(names):
-        start, stop = max(low, number * numel), min(high, (number + 1) * numel)
+    """The pieces of global tensors in a slot from element ``low`` on: of one tensor, of each of its sections, or of
+    each tensor of a stack.
+    """
+    if slot.spec.stack:
+        blocks = [(name, slot.index[1:]) for name in slot.spec.stack[slot.index[0]]]
+    else:
+        blocks = [(slot.spec.name, block) for block in slot.blocks]
+    high, first = low + values.numel(), 0
+    for name, block in blocks:
+        last = first + math.prod(part.stop - part.start for part in block)
+        start, stop = max(low, first), min(high, last)
         if start < stop:
             yield TensorPiece(
                 kind=kind,
                 name=name,
-                shape=slot.shape[stacked:],
-                index=slot.index[stacked:],
-                low=start - number * numel,
+                shape=slot.shape[len(slot.shape) - len(block) :],
+                index=block,
+                low=start - first,
                 values=values[start - low : stop - low],
                 is_owner=is_owner,
             )
+        first = last

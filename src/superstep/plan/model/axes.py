@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
-from superstep.plan.model.shape import ROTATED, Latent, ModelShape, MoeShape
+from superstep.plan.model.shape import ROTATED, DeltaShape, Latent, ModelShape, MoeShape
 from superstep.plan.model.style import NORM_NAMES
 
 Axes = tuple[str, ...]
@@ -50,6 +50,33 @@ LATENT_AXES: Mapping[str, Axes] = {
     "self_attn.kv_b_proj.weight": ("key_value_heads", "key_rank"),
     "self_attn.o_proj.weight": ("embed", "heads"),
 }
+QUERY_GATE_AXES: Mapping[str, Axes] = {
+    "self_attn.q_proj.weight": ("gated_heads", "embed"),
+}
+_DELTA_GATES: Mapping[str, Axes] = {
+    "linear_attn.A_log": ("delta_heads",),
+    "linear_attn.dt_bias": ("delta_heads",),
+}
+_DELTA_OUT: Mapping[str, Axes] = {
+    "linear_attn.norm.weight": ("delta_head",),
+    "linear_attn.out_proj.weight": ("embed", "delta_values"),
+}
+DELTA_AXES: Mapping[str, Axes] = {
+    "linear_attn.in_proj_qkv.weight": ("delta_qkv", "embed"),
+    "linear_attn.in_proj_z.weight": ("delta_values", "embed"),
+    "linear_attn.in_proj_b.weight": ("delta_heads", "embed"),
+    "linear_attn.in_proj_a.weight": ("delta_heads", "embed"),
+    "linear_attn.conv1d.weight": ("delta_qkv", "one", "taps"),
+    **_DELTA_GATES,
+    **_DELTA_OUT,
+}
+GROUPED_DELTA_AXES: Mapping[str, Axes] = {
+    "linear_attn.in_proj_qkvz.weight": ("delta_qkvz", "embed"),
+    "linear_attn.in_proj_ba.weight": ("delta_ba", "embed"),
+    "linear_attn.conv1d.weight": ("delta_qkv", "one", "taps"),
+    **_DELTA_GATES,
+    **_DELTA_OUT,
+}
 MLP_AXES: Mapping[str, Axes] = {
     "mlp.gate_proj.weight": ("ffn", "embed"),
     "mlp.up_proj.weight": ("ffn", "embed"),
@@ -77,8 +104,18 @@ WIDE_QK_NORM_AXES: Mapping[str, Axes] = {
     "self_attn.q_norm.weight": ("heads",),
     "self_attn.k_norm.weight": ("kv_heads",),
 }
-CUT_AS = {"query_heads": "heads", "key_value_heads": "heads"}
-"""Axes of latent attention with several numbers for each head, which are also cut between heads."""
+SHARED_GATE_AXES: Mapping[str, Axes] = {
+    "mlp.shared_expert_gate.weight": ("shared_gate", "embed"),
+}
+CUT_AS = {
+    **dict.fromkeys(("query_heads", "key_value_heads", "gated_heads"), "heads"),
+    **dict.fromkeys(("delta_qkv", "delta_qkvz", "delta_values", "delta_heads", "delta_ba"), "heads"),
+    "delta_head": "head_dim",
+    "shared_gate": "shared_ffn",
+}
+"""Axes of latent and linear attention with several numbers for each head, which are also cut between heads; that of a
+norm of each head, and the one number that gates shared experts.
+"""
 HEAD_AXES: Mapping[str, Axes] = {
     "norm.weight": ("norm",),
     "lm_head.weight": ("vocab", "embed"),
@@ -87,12 +124,7 @@ HEAD_AXES: Mapping[str, Axes] = {
 
 def block_axes(shape: ModelShape) -> dict[str, Axes]:
     before, after, before_inner, after_inner = map(_norm_axes, NORM_NAMES[shape.style.norms])
-    tables = [before, ATTENTION_AXES if shape.latent is None else LATENT_AXES]
-    if shape.qkv_bias:
-        tables.append(QKV_BIAS_AXES)
-    if shape.qk_norm:
-        tables.append(WIDE_QK_NORM_AXES if shape.has_wide_qk_norm else QK_NORM_AXES)
-    tables.append(after)
+    tables = [before, *_mixer_axes(shape), after]
     if shape.moe is None:
         tables += [before_inner, MLP_AXES, after_inner]
     else:
@@ -101,7 +133,22 @@ def block_axes(shape: ModelShape) -> dict[str, Axes]:
         tables.append(SPREAD_AXES)
     if shape.moe and shape.moe.shared_experts:
         tables.append(SHARED_AXES)
+        if shape.style.shared_gate:
+            tables.append(SHARED_GATE_AXES)
     return {local: axes for table in tables for local, axes in table.items()}
+
+
+def _mixer_axes(shape: ModelShape) -> list[Mapping[str, Axes]]:
+    if shape.delta is not None:
+        return [GROUPED_DELTA_AXES if shape.delta.is_grouped else DELTA_AXES]
+    tables = [ATTENTION_AXES if shape.latent is None else LATENT_AXES]
+    if shape.style.output_gate:
+        tables.append(QUERY_GATE_AXES)
+    if shape.qkv_bias:
+        tables.append(QKV_BIAS_AXES)
+    if shape.qk_norm:
+        tables.append(WIDE_QK_NORM_AXES if shape.has_wide_qk_norm else QK_NORM_AXES)
+    return tables
 
 
 def _norm_axes(name: str | None) -> Mapping[str, Axes]:
@@ -123,6 +170,8 @@ MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3
 
 
 def _hf_name(shape: ModelShape, local: str) -> str:
+    if shape.style.shared_gate:
+        return local.replace(".shared_experts.", ".shared_expert.")
     if shape.moe is None or not local.startswith("mlp.") or model_type(shape) != "mixtral":
         return local
     for ours, theirs in MIXTRAL.items():
@@ -147,6 +196,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "head_dim": shape.head_dim,
         **(_mixture_sizes(shape, shape.moe) if shape.moe else {}),
         **(_latent_sizes(shape, shape.latent) if shape.latent else {}),
+        "gated_heads": 2 * shape.heads * shape.head_dim,
+        **(_delta_sizes(shape.delta) if shape.delta else {}),
     }
 
 
@@ -160,11 +211,32 @@ def _latent_sizes(shape: ModelShape, latent: Latent) -> dict[str, int]:
     }
 
 
+def _delta_sizes(delta: DeltaShape) -> dict[str, int]:
+    *_, values = delta.sections
+    return {
+        "delta_qkv": sum(delta.sections),
+        "delta_qkvz": sum(delta.sections) + values,
+        "delta_values": values,
+        "delta_heads": delta.value_heads,
+        "delta_ba": 2 * delta.value_heads,
+        "delta_head": delta.value_dim,
+        "one": 1,
+        "taps": delta.taps,
+    }
+
+
+def sections(shape: ModelShape, local: str) -> tuple[int, ...]:
+    """Rows of each part of a parameter that is cut on its own: queries, keys, values; () where it is cut as a whole."""
+    axes = block_axes(shape)[local]
+    return shape.delta.sections if shape.delta is not None and axes[0] == "delta_qkv" else ()
+
+
 def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
     return {
         "experts": moe.experts,
         "expert_ffn": shape.ffn,
         "shared_ffn": moe.shared_experts * shape.ffn,
+        "shared_gate": 1,
         "token_norm": shape.width,
         "router": moe.experts,
     }
@@ -172,8 +244,8 @@ def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
 
 def outline_of(shape: ModelShape) -> Outline:
     """The decoder's outline: ``embed``, ``block.0``, ..., ``head``."""
-    kinds = {each: (sizes(each), block_axes(each)) for each in map(shape.at, range(shape.dense_layers + 1))}
-    size, _ = kinds[shape.at(shape.dense_layers)]
+    kinds = {each: (sizes(each), block_axes(each)) for each in {shape.at(layer) for layer in range(shape.layers)}}
+    size = sizes(shape)
 
     def unit(name: str, axes: Mapping[str, Axes], names: Mapping[str, str], size: Mapping[str, int] = size) -> Unit:
         parameters = (
@@ -202,8 +274,8 @@ def outline_of(shape: ModelShape) -> Outline:
 
 def _layer(local: str, axes: Axes) -> Layer:
     # What a mixture is made of works on a rank's own tokens, so that tp cannot cut it.
-    if local.endswith(".bias") or axes in WIDE_QK_NORM_AXES.values():
+    if local.endswith(".bias") or axes in WIDE_QK_NORM_AXES.values() or local in _DELTA_GATES:
         return "linear"
-    if len(axes) == 1 or {"experts", "router", "shared_ffn"} & set(axes):
+    if len(axes) == 1 or {"experts", "router", "shared_ffn", "shared_gate"} & set(axes):
         return "other"
     return "embedding" if local in EMBED_AXES else "linear"

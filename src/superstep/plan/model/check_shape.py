@@ -13,6 +13,7 @@ from superstep.plan.model.shape import (
     MOST_LAYERS,
     MOST_NUMBERS,
     MOST_VOCAB,
+    DeltaShape,
     ModelShape,
     MoeShape,
 )
@@ -35,6 +36,9 @@ class RouterRule:
     renormalise: bool | None = None
     has_capacity: bool = False
 
+
+MOST_DELTA_DIM = 256
+"""The widest head of linear attention: the inner dim of one product of exact mode."""
 
 _ROUTER_RULES: dict[Router, RouterRule] = {
     "dropless": RouterRule(),
@@ -82,12 +86,43 @@ def check_shape(shape: ModelShape) -> None:
             f"set model.layers to {shape.dense_layers + 1} or more."
         )
     if shape.moe:
-        if shape.style != LLAMA:
+        if shape.style != LLAMA and not shape.style.shared_gate:
             raise ConfigError(
                 f"model.experts = {shape.moe.experts} in blocks that differ from Llama's: no model family has both; "
                 "leave model.experts out, or choose another model.name."
             )
         _check_moe(shape.moe)
+    if shape.style.shared_gate:
+        _check_shared_gate(shape.moe)
+    if shape.delta:
+        _check_delta(shape, shape.delta)
+
+
+def _check_shared_gate(moe: MoeShape | None) -> None:
+    """Experts of Qwen3-Next."""
+    if moe is None or moe.shared_experts < 1 or moe.router != "dropless":
+        name = "experts = none" if moe is None else f"shared_experts = {moe.shared_experts}"
+        if moe is not None and moe.router != "dropless":
+            name = f"router = '{moe.router}'"
+        raise ConfigError(
+            f"model.{name}: these blocks have a gate for shared experts beside dropless ones; leave "
+            f"model.{name.partition(' ')[0]} out, or choose another model.name."
+        )
+
+
+def _check_delta(shape: ModelShape, delta: DeltaShape) -> None:
+    if delta.value_heads % delta.key_heads:
+        raise ConfigError(
+            f"linear_num_key_heads = {delta.key_heads} must divide linear_num_value_heads = {delta.value_heads}."
+        )
+    for name, dim in (("linear_key_head_dim", delta.key_dim), ("linear_value_head_dim", delta.value_dim)):
+        if dim > MOST_DELTA_DIM:
+            raise ConfigError(f"{name} = {dim} is beyond the limit; it must be {MOST_DELTA_DIM} or less.")
+    if shape.rotated < 2 or shape.rotated % 2:
+        raise ConfigError(
+            f"partial_rotary_factor = {shape.style.rotary_share:g} of model.head_dim = {shape.head_dim} rotates "
+            f"{shape.rotated} numbers, which must be even and at least 2."
+        )
 
 
 def _check_size(shape: ModelShape) -> None:

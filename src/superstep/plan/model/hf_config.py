@@ -17,12 +17,13 @@ neither honoured nor known to change nothing.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from superstep.errors import ConfigError
 from superstep.plan.model.check_shape import check_shape
+from superstep.plan.model.hf_delta import read_delta, read_full_layers, read_rotary_share, write_delta
 from superstep.plan.model.hf_families import (
     ARCHITECTURES,
     DEFAULTS,
@@ -115,11 +116,14 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     head_dim = width // heads if keys.get("head_dim") is None else keys.whole("head_dim")
     max_tokens = keys.whole("max_position_embeddings")
     window, full_layers = _read_window(keys, kind)
+    has_delta = row is not None and row.has_delta
+    share = read_rotary_share(keys) if has_delta else 1.0
     theta, scaling, local_theta = (
         read_layer_ropes(keys, model_type, max_tokens)
         if row and row.has_local_rope
-        else (*read_rope(keys, model_type, max_tokens), None)
+        else (*read_rope(keys, model_type, max_tokens, share), None)
     )
+    style = row.read(keys, head_dim, local_theta) if row else LLAMA
     for key in TOKEN_IDS:
         keys.require_ids(key)
     return ModelShape(
@@ -129,21 +133,22 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
         heads=heads,
         kv_heads=heads if keys.get("num_key_value_heads") is None else keys.whole("num_key_value_heads"),
         head_dim=head_dim,
-        # Qwen3-MoE's intermediate_size is the width of dense blocks, of which it has none.
-        ffn=keys.whole("moe_intermediate_size" if kind == "qwen3_moe" else "intermediate_size"),
+        # The intermediate_size of these is the width of dense blocks, of which there are none.
+        ffn=keys.whole("moe_intermediate_size" if kind in ("qwen3_moe", "qwen3_next") else "intermediate_size"),
         vocab=keys.whole("vocab_size"),
         tied=keys.flag("tie_word_embeddings"),
         qk_norm=qk_norm,
         qkv_bias=kind == "qwen2",
         window=window,
-        full_layers=full_layers,
-        style=row.read(keys, head_dim, local_theta) if row else LLAMA,
+        full_layers=read_full_layers(keys) if has_delta else full_layers,
+        style=replace(style, rotary_share=share) if has_delta else style,
         norm_eps=keys.number("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
         max_tokens=max_tokens,
         init_std=keys.positive("initializer_range"),
         moe=_read_moe(keys, kind),
+        delta=read_delta(keys, kind) if has_delta else None,
     )
 
 
@@ -228,7 +233,7 @@ def _read_moe(keys: JsonKeys, kind: ModelType) -> MoeShape | None:
             return MoeShape(**keys.get("moe"))
         except TypeError as error:
             raise keys.refusal("moe", "does not name the numbers of a mixture") from error
-    if kind not in ("mixtral", "qwen3_moe"):
+    if kind not in ("mixtral", "qwen3_moe", "qwen3_next"):
         return None
     # transformers 5 writes Qwen3-MoE's num_experts under Mixtral's key, and reads either.
     name = "num_experts" if "num_experts" in keys else "num_local_experts"
@@ -239,12 +244,20 @@ def _read_moe(keys: JsonKeys, kind: ModelType) -> MoeShape | None:
         router="dropless",
         experts=keys.whole(name),
         experts_per_token=k,
-        shared_experts=0,
+        shared_experts=_read_shared(keys) if kind == "qwen3_next" else 0,
         renormalise=kind == "mixtral" or keys.flag("norm_topk_prob"),
         capacity_factor=None,
         balance_weight=balance_weight_of(keys.number("router_aux_loss_coef"), experts_per_token=k, layers=layers),
         z_weight=keys.number("router_z_loss_coef"),
     )
+
+
+def _read_shared(keys: JsonKeys) -> int:
+    """Shared experts side by side, as wide as one wide expert."""
+    wide, each = keys.whole("shared_expert_intermediate_size"), keys.whole("moe_intermediate_size")
+    if wide % each:
+        raise keys.refusal("shared_expert_intermediate_size", f"must be a multiple of moe_intermediate_size = {each}")
+    return wide // each
 
 
 def to_hf_config(shape: ModelShape) -> dict[str, Any]:
@@ -262,7 +275,7 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         "vocab_size": shape.vocab,
         "tie_word_embeddings": shape.tied,
         "rms_norm_eps": shape.norm_eps,
-        **write_rope(shape.rope_theta, shape.rope_scaling, shape.style.local_theta),
+        **write_rope(shape.rope_theta, shape.rope_scaling, shape.style.local_theta, shape.style.rotary_share),
         "max_position_embeddings": shape.max_tokens,
         "initializer_range": shape.init_std,
         **(STYLES[kind].write(shape) if kind in STYLES else {"hidden_act": "silu"}),
@@ -273,6 +286,7 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         **dict.fromkeys(TOKEN_IDS),
         **_write_window(shape, kind),
         **_write_moe(shape, kind),
+        **write_delta(shape),
     }
 
 
@@ -309,6 +323,7 @@ def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
         return {**shared, "num_local_experts": shape.moe.experts}
     return {
         **shared,
+        **({"shared_expert_intermediate_size": shape.moe.shared_experts * shape.ffn} if kind == "qwen3_next" else {}),
         "num_experts": shape.moe.experts,
         "moe_intermediate_size": shape.ffn,
         "norm_topk_prob": shape.moe.renormalise,

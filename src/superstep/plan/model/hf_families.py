@@ -20,6 +20,8 @@ ModelType = Literal[
     "gemma2",
     "gemma3_text",
     "granite",
+    "qwen3_5_text",
+    "qwen3_next",
     "superstep_moe",
 ]
 
@@ -35,6 +37,8 @@ ARCHITECTURES: dict[ModelType, str] = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "granite": "GraniteForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "superstep_moe": "SuperstepMoe",
 }
 
@@ -110,6 +114,28 @@ _GEMMA3 = _GEMMA2 | {
 _GRANITE = _LLAMA | dict.fromkeys(
     ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
 )
+_DELTA = _LLAMA | {
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_NEXT = _DELTA | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_local_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+    "router_z_loss_coef": 0.0,
+}
 
 DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -123,6 +149,8 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
     "granite": _GRANITE,
+    "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
+    "qwen3_next": _QWEN3_NEXT,
     "superstep_moe": _LLAMA | {"sliding_window": None},
 }
 """Defaults of keys. Sizes have none: a file without them is refused. Special tokens have none either, as they follow
@@ -148,6 +176,7 @@ _GELU: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu_pytorch_tanh",),  # older files have both; transformers reads the other one
     "use_bidirectional_attention": (False,),
 }
+_GATED_OUTPUT: dict[str, tuple[Any, ...]] = {"attn_output_gate": (True,)}
 
 
 def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
@@ -170,16 +199,19 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
         "gemma2": _GELU,
         "gemma3_text": _GELU | {"attn_logit_softcapping": ()},
         "granite": {},
+        "qwen3_5_text": _GATED_OUTPUT,
+        "qwen3_next": _GATED_OUTPUT | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
         "superstep_moe": _WITHOUT_WINDOW,
     }
-    return _EVERYWHERE | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}
+    everywhere = {key: values for key, values in _EVERYWHERE.items() if key not in DEFAULTS[kind]}
+    return everywhere | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}
 
 
 _STATES = "layers of a state space"
 OTHER_LAYERS: dict[str, str] = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _STATES),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba", "zamba2"), _STATES),
-    **dict.fromkeys(("kimi_linear", "minimax", "qwen3_next"), "layers of linear attention"),
+    **dict.fromkeys(("kimi_linear", "minimax"), "layers of linear attention"),
     **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent layers"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
 }
@@ -207,11 +239,20 @@ _REASONS: dict[str, str] = {
 HARMLESS: dict[str, str] = {key: reason for keys, reason in _REASONS.items() for key in keys.split()}
 """Keys that change neither the model nor its training, each with the reason."""
 
+_FURTHER_HEADS = {
+    **dict.fromkeys(
+        ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "heads for further tokens, which nothing here loads"
+    ),
+    "mamba_ssm_dtype": "dtype of the state; here it is fp32",
+}
+
 HARMLESS_IN: dict[ModelType, dict[str, str]] = {
     "qwen3_moe": {
         "intermediate_size": "width of dense blocks; an accepted file has none",
         "max_window_layers": "transformers does not read it: all layers have a sliding window, or none",
     },
+    "qwen3_5_text": _FURTHER_HEADS,
+    "qwen3_next": _FURTHER_HEADS | {"intermediate_size": "width of dense blocks; an accepted file has none"},
     "gemma3_text": {"_sliding_window_pattern": "transformers writes it and does not read it"},
 }
 """The same for one model type."""

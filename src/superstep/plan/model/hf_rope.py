@@ -16,13 +16,14 @@ from superstep.plan.model.rope import LinearRope, Llama3Rope, RopeScaling, YarnR
 _PLACES = ("rope_parameters", "rope_scaling")
 
 
-def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, RopeScaling | None]:
+def read_rope(keys: JsonKeys, model_type: str, max_tokens: int, share: float = 1.0) -> tuple[float, RopeScaling | None]:
     """Theta, and the scaling of the wavelengths.
 
     Args:
         keys: those of the whole file; ``rope_theta`` has the family's default.
         model_type: for errors.
         max_tokens: the original length where a scaling does not give one.
+        share: of a head's numbers, those that are rotated.
 
     Raises:
         ConfigError: a scaling that the decoder does not have, or two values for one thing.
@@ -39,8 +40,8 @@ def read_rope(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, 
         part = JsonKeys(raw, f"{model_type}{place}.", _DEFAULTS)
         if "rope_theta" in part:
             thetas[f"{place}.rope_theta"] = part.positive("rope_theta")
-        stretches[place] = _read_stretch(part, max_tokens)
-        part.require_read(())
+        stretches[place] = _read_stretch(part, max_tokens, share)
+        part.require_read(() if share == 1.0 else _OF_PICTURES)
     for values in (thetas, stretches):
         if len(set(values.values())) > 1:
             raise ConfigError(f"{model_type}{' and '.join(values)} contradict each other; keep the right one.")
@@ -74,6 +75,9 @@ def read_layer_ropes(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[
 
 
 _KINDS = ("full_attention", "sliding_attention")
+_OF_PICTURES = ("mrope_section", "mrope_interleaved")
+"""Keys of positions of several dims, which are equal for text."""
+
 _DEFAULTS = {
     "rope_type": "default",
     "original_max_position_embeddings": None,
@@ -86,8 +90,8 @@ _DEFAULTS = {
 }
 
 
-def _read_stretch(part: JsonKeys, max_tokens: int) -> RopeScaling | None:
-    part.require({"partial_rotary_factor": (1.0,)})
+def _read_stretch(part: JsonKeys, max_tokens: int, share: float = 1.0) -> RopeScaling | None:
+    part.require({"partial_rotary_factor": (share,)})
     name = "type" if "type" in part and "rope_type" not in part else "rope_type"
     kind = part.get(name)
     part.require({"type": (kind,)})  # older files have it in the place of rope_type, some beside it
@@ -140,9 +144,14 @@ def _original(part: JsonKeys, max_tokens: int) -> int:
     return max_tokens if part.get(key) is None else part.whole(key)
 
 
-def write_rope(theta: float, scaling: RopeScaling | None, local_theta: float | None = None) -> dict[str, Any]:
-    """The keys of a ``config.json``, for all versions of transformers; ``local_theta`` of layers with a window, where
-    they have one of their own.
+def write_rope(
+    theta: float, scaling: RopeScaling | None, local_theta: float | None = None, share: float = 1.0
+) -> dict[str, Any]:
+    """The keys of a ``config.json``, for all versions of transformers.
+
+    Args:
+        local_theta: of layers with a window, where they have one of their own.
+        share: of a head's numbers, those that are rotated.
     """
     rope: dict[str, Any]
     match scaling:
@@ -169,7 +178,10 @@ def write_rope(theta: float, scaling: RopeScaling | None, local_theta: float | N
                 "attention_factor": scaling.attention_factor,
             }
     rope["rope_theta"] = theta
+    if share != 1.0:
+        rope["partial_rotary_factor"] = share
     if local_theta is not None:
         local = {"rope_type": "default", "rope_theta": local_theta}
         return {"rope_parameters": dict(zip(_KINDS, (rope, local), strict=True))}
-    return {"rope_theta": theta, "rope_parameters": rope, "rope_scaling": rope if scaling else None}
+    partial = {} if share == 1.0 else {"partial_rotary_factor": share}
+    return {"rope_theta": theta, "rope_parameters": rope, "rope_scaling": rope if scaling else None, **partial}

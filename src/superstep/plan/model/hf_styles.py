@@ -5,6 +5,8 @@ olmo3         the same; layers with a window, whose rotary embedding is not scal
 gemma2        norms around both, with 1 + weight; gelu; scaled embedding; soft caps; windows in every other layer
 gemma3_text   norms likewise, and of queries and keys; another rotary base in layers with a window
 granite       Llama's blocks with a factor for embedding, scores, residual stream and logits
+qwen3_5_text  linear attention in three layers of four; attention's output has a gate, a quarter of a head is rotated
+qwen3_next    the same with experts; shared ones have a gate
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 from superstep.plan.model.hf_families import ModelType
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.model.style import GEMMA, LLAMA, OLMO, BlockStyle
+from superstep.plan.model.style import GEMMA, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class StyleRow:
         full_every: n, if every n-th layer sees all tokens and the others have a window, in a file without
             ``layer_types``; None if no layer has a window.
         has_local_rope: whether layers with a window have a rotary embedding of their own.
+        has_delta: whether the layers that ``layer_types`` does not give attention have linear attention.
         gate_key: the key of the activation, and the value that it has.
     """
 
@@ -56,6 +59,7 @@ class StyleRow:
     qk_norm: bool = False
     full_every: int | None = None
     has_local_rope: bool = False
+    has_delta: bool = False
     gate_key: tuple[str, str] = ("hidden_act", "silu")
 
     def read(self, keys: JsonKeys, head_dim: int, local_theta: float | None) -> BlockStyle:
@@ -90,9 +94,10 @@ class StyleRow:
 
     def has(self, shape: ModelShape) -> bool:
         """Whether a shape is one of the family."""
-        free = {key.field: getattr(LLAMA, key.field) for key in self.keys} | {"local_theta": None}
+        free = {key.field: getattr(LLAMA, key.field) for key in self.keys} | {"local_theta": None, "rotary_share": 1.0}
         return (
             shape.qk_norm == self.qk_norm
+            and (shape.delta is not None) == self.has_delta
             and (shape.style.local_theta is not None) == self.has_local_rope
             and replace(shape.style, **free) == replace(self.style, **free)
         )
@@ -119,4 +124,6 @@ STYLES: dict[ModelType, StyleRow] = {
             StyleKey("logits_scaling", "logit_divisor"),
         ),
     ),
+    "qwen3_5_text": StyleRow(style=QWEN_NEXT, qk_norm=True, has_delta=True),
+    "qwen3_next": StyleRow(style=replace(QWEN_NEXT, shared_gate=True), qk_norm=True, has_delta=True),
 }

@@ -77,6 +77,31 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Linear attention by the gated delta rule (Yang 2024), in the place of attention.
+
+    Attributes:
+        key_heads: heads of queries and keys, of ``key_dim`` numbers; each serves value_heads / key_heads neighbours.
+        value_heads: heads of values, of ``value_dim`` numbers.
+        taps: tokens that the convolution before it reads, the own one and those before it.
+        is_grouped: whether one projection has queries, keys, values and gates, by key head (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    is_grouped: bool = False
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Rows of all queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A whole decoder of the families that ``model.decoder`` has; and what pricing needs of DeepSeek's.
 
@@ -86,7 +111,8 @@ class ModelShape:
         max_tokens: the longest sequence of the published model's training.
         qkv_bias: whether queries, keys and values have biases (Qwen2).
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
-        full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma).
+        full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma); in one
+            with linear attention, those with attention (Qwen3-Next).
         style: how its blocks differ from Llama's.
         sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
@@ -94,6 +120,7 @@ class ModelShape:
         moe: the experts of each block; None for one feed-forward.
         dense_layers, dense_ffn: blocks before the first with experts, and their feed-forward's inner width.
         latent: narrow widths of attention; None for plain attention.
+        delta: linear attention of the layers that are not in ``full_layers``; None for attention in all of them.
     """
 
     family: Family
@@ -121,6 +148,12 @@ class ModelShape:
     dense_layers: int = 0
     dense_ffn: int = 0
     latent: Latent | None = None
+    delta: DeltaShape | None = None
+
+    @property
+    def rotated(self) -> int:
+        """Numbers of a head that the rotary embedding turns."""
+        return int(self.head_dim * self.style.rotary_share)
 
     @property
     def turned(self) -> int:
@@ -163,7 +196,11 @@ class ModelShape:
         return tuple(dict.fromkeys(map(self.rule, layers)))
 
     def at(self, layer: int) -> ModelShape:
-        """A block's shape: those before the first with experts have their own feed-forward."""
+        """A block's shape: those before the first with experts have their own feed-forward, and in a model with linear
+        attention some have attention.
+        """
+        if self.delta is not None and layer in self.full_layers:
+            return replace(self, delta=None, full_layers=()).at(layer)
         if layer >= self.dense_layers:
             return self
         return replace(self, moe=None, ffn=self.dense_ffn, dense_layers=0)

@@ -37,6 +37,9 @@ class BlockStyle:
         logit_divisor: divides the logits (Granite).
         local_theta: rotary base of layers with a window, whose wavelengths are not scaled (Gemma 3, OLMo 3); None for
             the same rotary embedding in all layers.
+        rotary_share: of the numbers of a head, those that are rotated, the first ones (Qwen3-Next).
+        output_gate: attention's output is multiplied by the sigmoid of a projection (Qwen3-Next).
+        shared_gate: so is that of shared experts, by one number for each token (Qwen3-Next).
     """
 
     norms: Norms = "before"
@@ -51,6 +54,9 @@ class BlockStyle:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     local_theta: float | None = None
+    rotary_share: float = 1.0
+    output_gate: bool = False
+    shared_gate: bool = False
 
     @property
     def norm_count(self) -> int:
@@ -61,3 +67,4 @@ class BlockStyle:
 LLAMA = BlockStyle()
 OLMO = BlockStyle(norms="after", wide_qk_norm=True)
 GEMMA = BlockStyle(norms="around", norm_offset=1.0, gate="gelu_tanh", scales_embedding=True)
+QWEN_NEXT = BlockStyle(norm_offset=1.0, rotary_share=0.25, output_gate=True)

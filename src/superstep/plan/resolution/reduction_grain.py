@@ -118,6 +118,7 @@ def _user_grain(config: RunConfig, plan: PlanConfig) -> Grain:
 def _cells(shape: ModelShape) -> int:
     # The vocabulary is padded until it has as many.
     sizes = (shape.heads, shape.kv_heads, *(() if shape.moe else (shape.ffn,)))
+    sizes += () if shape.delta is None else (shape.delta.key_heads,)
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
 
 

@@ -45,6 +45,11 @@ def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
     """Check that the plan can compute every layer's attention: in fast mode ring attention has no sliding window and no
     soft cap. Raises ConfigError if a layer needs one.
     """
+    if plan.cp > 1 and shape.delta is not None:
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with linear attention in model.name = '{config.model.name}' is not supported; "
+            "set plan.cp to 1."
+        )
     if plan.cp == 1 or plan.context != "ring" or config.numerics.exact:
         return
     ring, model = f"plan.cp = {plan.cp} with plan.context = 'ring'", f"model.name = '{config.model.name}'"

@@ -171,6 +171,8 @@ def check_decoder(config: RunConfig, shape: ModelShape, rules: Rules) -> None:
         return
     cut = ("heads", "kv_heads") if shape.moe else ("heads", "kv_heads", "ffn")
     sizes = {f"model.{axis}": getattr(shape, axis) for axis in cut if rules.cut(axis) == "tp"}
+    if shape.delta is not None and rules.cut("heads") == "tp":
+        sizes["linear_num_key_heads"] = shape.delta.key_heads
     # In a mixture of experts it is the tokens that tp splits, with sequence parallelism or without.
     if plan.sequence_parallel or shape.moe:
         sizes["data.sequence_tokens"] = config.data.sequence_tokens

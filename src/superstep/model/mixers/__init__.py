@@ -1,0 +1,1 @@
+"""Mixers of a block other than attention."""
