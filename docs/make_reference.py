@@ -181,9 +181,7 @@ def configuration() -> str:
         "effect. `rope_theta` may stand alone or in `rope_parameters`; if both are given they must be equal. "
         "Wavelengths may be scaled as in `linear`, `llama3` and `yarn`. `initializer_range` is the standard deviation "
         "of the first values of matrices. `router_aux_loss_coef` becomes `model.balance_weight` "
-        "([losses](../explanation/experts.md#losses)). A sliding window may differ by layer; every layout supports it, "
-        "but ring attention in fast mode is refused if sequences are longer than the window, or if scores have a soft "
-        "cap.",
+        "([losses](../explanation/experts.md#losses)). A sliding window may differ by layer.",
         "Each of these keys may have only one value, the same for every type or one for each type: "
         + ", ".join(f"`{key}`" for key in sorted({key for kind in ARCHITECTURES for key in only(kind)}))
         + ". These keys change nothing:",
@@ -238,6 +236,7 @@ _FAMILIES = [
     ),
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
+    ("`superstep_bias`", "only Superstep", "position biases: `model.positions`"),
 ]
 
 

@@ -87,6 +87,13 @@ def test_an_export_in_shards_has_the_weights_and_loads_in_transformers(run, caps
     assert not (run.parent / "whole/model.safetensors.index.json").exists()
 
 
+def test_an_export_of_other_positions_than_rope_is_refused(run, capsys):
+    assert main(["train", "run.toml", "--train.steps", "1", "--model.positions", "t5", "--state.dir", "other"]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "export", "other", "--out", "out"]) == 2
+    assert "model.positions = 't5', and Hugging Face's format has no such attention" in capsys.readouterr().err
+
+
 WRONG = {
     "nothing": ([], "name one of list, verify, export"),
     "a word": (["lst", "run"], "has no action 'lst'; did you mean 'list'?"),

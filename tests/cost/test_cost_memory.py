@@ -247,7 +247,7 @@ def built(run, unit, *, group=None, is_selective=False):
 
 
 def tables_bytes(run):
-    element = DTYPES[run.config.numerics.compute].itemsize
+    element = DTYPES[run.config.numerics.compute].itemsize if run.shape.positions == "rope" else 0
     return 2 * run.config.data.sequence_tokens * run.shape.head_dim * element
 
 
@@ -326,6 +326,9 @@ STYLED = [
     {"style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
     {"qk_norm": True, "window": 12, "full_layers": (1,), "style": replace(GEMMA, local_theta=500.0, query_scale=0.2)},
     {"style": BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)},
+    {"positions": "alibi"},
+    {"positions": "t5", "max_distance": 40},
+    {"positions": "relative", "max_distance": 12},
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
@@ -113,7 +113,7 @@ def test_a_mask_of_another_window_is_noticed(monkeypatch):
     monkeypatch.setattr(
         blockwise_attention,
         "_hidden",
-        lambda starts, mine, keys, window, q: hidden(starts, mine, keys, window + 1, q),
+        lambda rule, mine, keys, q: hidden(replace(rule, window=rule.window + 1), mine, keys, q),
     )
     inputs, rule = Inputs(), RULES["window and cap"]
     found, expected = inputs.of(flash, rule), inputs.of(textbook(rule, None), dtype=torch.float64)

@@ -23,13 +23,13 @@ from superstep.model.hf import load_weights, open_weights
 from superstep.model.peft_config import read_config
 from superstep.model.unit import global_tensors
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.hf_config import from_hf_config
+from superstep.plan.model.hf_config import OURS, from_hf_config
 from superstep.plan.model.hf_families import DEFAULTS, HARMLESS, HARMLESS_IN, ModelType, only
 from superstep.plan.model.lookup import shape_of
 
 transformers = pytest.importorskip("transformers")
 
-FAMILIES = [kind for kind in get_args(ModelType) if kind != "superstep_moe"]
+FAMILIES = [kind for kind in get_args(ModelType) if kind not in OURS]
 FAMILY = pytest.mark.parametrize("kind", FAMILIES)
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

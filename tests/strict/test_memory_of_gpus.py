@@ -133,6 +133,9 @@ FAMILIES = {
     "gemma2": {"window": 24, "full_layers": (1, 3), "style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
     "gemma3": {"qk_norm": True, "window": 24, "full_layers": (3,), "style": replace(GEMMA, local_theta=500.0)},
     "granite": {"style": BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)},
+    "alibi": {"positions": "alibi"},
+    "t5": {"positions": "t5", "max_distance": 40},
+    "relative": {"positions": "relative", "max_distance": 40},
 }
 
 

@@ -68,15 +68,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         None,
         ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
     ),
+    ({"model__positions": "sinusoid"}, None, ["model.positions = 'sinusoid' is unknown", "'alibi', 't5', 'relative'"]),
     (
-        {"model__name": "mistral-7b", "data__sequence_tokens": 8192, "plan__cp": 2},
+        {"model__positions": "t5", "model__max_distance": 16},
         None,
-        ["plan.cp = 2 with plan.context = 'ring' has no sliding window", "4096 tokens", "plan.context to 'ulysses'"],
+        ["model.max_distance = 16 must be between 32 and 65536 for model.positions = 't5'"],
     ),
     (
-        {"model__name": "gemma2-2b", "data__sequence_tokens": 1024, "plan__cp": 2},
+        {"model__name": "gemma2-2b", "model__positions": "alibi"},
         None,
-        ["plan.cp = 2 with plan.context = 'ring' has no soft cap of scores", "one of 50", "plan.context to 'ulysses'"],
+        ["model.positions = 'alibi' in a model with blocks that differ from Llama's", "leave model.positions out"],
     ),
     (
         {"model__name": "gemma3-1b", "model__experts": 4},

@@ -23,7 +23,7 @@ def with_kept(run: Resolved, device: Device) -> Resolved:
         has_kernels = device.kind == "cpu" and cpu_library.is_compiled()
         kept = SavedActivations(
             silu=not has_kernels,
-            exact_scores=not exact_attention.is_for(head_dim, device.torch),
+            exact_scores=run.decoder.has_blockwise_rule or not exact_attention.is_for(head_dim, device.torch),
             exact_products=not (has_kernels and width % LANES == 0),
         )
     else:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from superstep.kernels import compile_cpp, triton_loader
 from superstep.kernels.compile_cpp import BuildResult
+from superstep.kernels.position_bias import Bias, Slopes
 
 SOURCES = tuple(
     Path(__file__).parent / "cpu" / name
@@ -114,15 +115,29 @@ def takes(*tensors: Tensor) -> bool:
     return fits(*tensors) and all(x.stride(-1) == 1 and x.stride(2) % 2 == 0 and x.data_ptr() % 4 == 0 for x in tensors)
 
 
+def adds(bias: Bias) -> bool:
+    """Whether the device's kernel adds the bias to scores: on a GPU one that is not learnt. It has T5's as well, but
+    sums the gradient in no fixed order.
+    """
+    return bias.tensor.is_cuda and isinstance(bias, Slopes)
+
+
 def attend(
-    q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, *, is_causal: bool, starts_BS: Tensor | None = None
+    q_BNSH: Tensor,
+    k_BKTH: Tensor,
+    v_BKTH: Tensor,
+    *,
+    is_causal: bool,
+    starts_BS: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``reference`` by the kernel; see ``takes``. A row of ``starts_BS`` never falls."""
+    """``reference`` by the kernel; see ``takes``, and ``adds`` for biases. A row of ``starts_BS`` never falls."""
     if (gpu := _of_gpu(q_BNSH)) is not None:
         result: tuple[Tensor, Tensor] = gpu.attend(
-            q_BNSH, k_BKTH, v_BKTH, gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS)
+            q_BNSH, k_BKTH, v_BKTH, gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS, bias=bias)
         )
         return result
+    assert bias is None, "adds() says so"
     out, lse = empty_like(q_BNSH), torch.empty(q_BNSH.shape[:3])
     KernelArgs((q_BNSH, k_BKTH, v_BKTH), out, lse, is_causal=is_causal, starts=starts_BS).run("superstep_attention")
     return out, lse
@@ -136,16 +151,17 @@ def attend_backward(
     *,
     is_causal: bool,
     starts_BS: Tensor | None = None,
+    bias: Bias | None = None,
 ) -> Qkv:
     """The keys' share of the gradients of ``inputs`` (q, k, v), by the kernel.
 
     Args:
         grad_BNSH: the gradient of the whole output; ``out_BNSH`` and ``lse_BNS`` are also of all keys.
-        is_causal, starts_BS: as in the forward pass.
+        is_causal, starts_BS, bias: as in the forward pass.
     """
     q, k, v = inputs
     if (gpu := _of_gpu(q)) is not None:
-        sees = gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS)
+        sees = gpu.VisibleKeys(is_causal=is_causal, starts=starts_BS, bias=bias)
         dq, dk, dv, _ = gpu.attend_backward(grad_BNSH, inputs, out_BNSH, lse_BNS, sees)
         return dq, dk, dv
     grads = empty_like(q), empty_like(k), empty_like(v)

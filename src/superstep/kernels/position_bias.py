@@ -1,7 +1,7 @@
-"""Position biases, which are added to a score by its key's distance: ALiBi, and T5's buckets.
+"""Position biases, which are added to a score by its key's distance: ALiBi, T5's buckets, relative positions.
 
-    N  query heads    S  queries    R  buckets
-                      T  keys       D  the distance from which on all biases are equal
+    N  query heads       S  queries    R  buckets
+    H  width of a head   T  keys       D  the distance from which on all biases are equal
 
 Queries see no later keys, so distances count backwards, and 0 is a query's own place.
 """
@@ -23,6 +23,14 @@ class Slopes:
 
     slopes: Tensor
 
+    @property
+    def tensor(self) -> Tensor:
+        return self.slopes
+
+    def of_heads(self, first: int, heads: int) -> Slopes:
+        """Those of some heads."""
+        return Slopes(self.slopes[first : first + heads])
+
     def of(self, distance_ST: Tensor) -> Tensor:
         """The biases of distances: [N, S, T]."""
         return -self.slopes[:, None, None] * distance_ST
@@ -34,12 +42,43 @@ class ByDistance:
 
     table: Tensor
 
+    @property
+    def tensor(self) -> Tensor:
+        return self.table
+
+    def of_heads(self, first: int, heads: int) -> ByDistance:
+        """Those of some heads."""
+        return ByDistance(self.table[first : first + heads])
+
     def of(self, distance_ST: Tensor) -> Tensor:
         """The biases of distances: [N, S, T]."""
         return self.table[:, distance_ST.clamp(max=self.table.shape[1] - 1)]
 
 
-Bias = Slopes | ByDistance
+@dataclass(frozen=True, slots=True)
+class ByContent:
+    """A learnt vector for each distance, with which a query is multiplied as with a key (Shaw 2018, eq. 4); one for
+    each head (Huang 2018). Larger distances have the last vector. ``table``: fp32 [N, H, D + 1].
+    """
+
+    table: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.table
+
+    def of_heads(self, first: int, heads: int) -> ByContent:
+        """Those of some heads."""
+        return ByContent(self.table[first : first + heads])
+
+
+Bias = Slopes | ByDistance | ByContent
+
+
+def bias_of(tensor: Tensor) -> Bias:
+    """The bias with this ``tensor``: [N], [N, D + 1] or [N, H, D + 1]."""
+    kinds: tuple[type[Slopes], type[ByDistance], type[ByContent]] = Slopes, ByDistance, ByContent
+    return kinds[tensor.dim() - 1](tensor)
 
 
 def alibi(heads: int, device: torch.device | None = None) -> Slopes:

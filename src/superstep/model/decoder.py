@@ -21,12 +21,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from superstep.kernels.position_bias import Bias
 from superstep.model.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.mixers.gated_delta import GatedDelta, Scan
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
+from superstep.model.position_bias import make_position_bias
 from superstep.model.rope import Rope, layer_ropes
 from superstep.numerics.blockwise_attention import attend_blockwise
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -37,17 +39,22 @@ from superstep.plan.model.style import NORM_NAMES
 class Attend(Protocol):
     """Causal attention by a layer's rule. Each key and value head serves N / K neighbouring query heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, /) -> Tensor:
+    def __call__(
+        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None, /
+    ) -> Tensor:
         """The attention output: [B, S, N, H]."""
 
 
-def flash(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
-    """Torch's fused attention: the scores are never whole in memory (Dao 2022). Scores with a soft cap, which it does
-    not have, are computed for a block of queries at a time.
+def flash(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None
+) -> Tensor:
+    """Torch's fused attention: the scores are never whole in memory (Dao 2022). Scores with a soft cap or a bias, which
+    it does not have, are computed for a block of queries at a time.
     """
     window = rule.window_in(q_BSNH.shape[1])
-    if rule.soft_cap is not None:
-        return attend_blockwise(q_BSNH, k_BSKH, v_BSKH, window=window, soft_cap=rule.soft_cap)
+    if rule.soft_cap is not None or bias is not None:
+        tensor = None if bias is None else bias.tensor
+        return attend_blockwise(q_BSNH, k_BSKH, v_BSKH, window=window, soft_cap=rule.soft_cap, bias=tensor)
     if window is not None:
         return sliding_attention(q_BSNH, k_BSKH, v_BSKH, window)
     q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
@@ -77,7 +84,9 @@ def _blocks(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, window: int) -> Iter
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie 2023); with ``qk_norm``, queries and keys are normalised, per head or whole."""
+    """Grouped-query attention (Ainslie 2023); with ``qk_norm``, queries and keys are normalised, per head or whole.
+    They are rotated by position, or scores have a position bias.
+    """
 
     q_norm: nn.Module
     k_norm: nn.Module
@@ -98,6 +107,7 @@ class Attention(nn.Module):
             norm = RMSNorm(width, shape.norm_eps, shape.style.norm_offset) if shape.qk_norm else nn.Identity()
             self.add_module(name, norm)
         self.gate_fn = nn.Sigmoid() if self.has_gate else nn.Identity()
+        self.position_bias = make_position_bias(shape)
 
     def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
@@ -112,8 +122,11 @@ class Attention(nn.Module):
             q_BSNH, k_BSKH = self.q_norm(q.reshape(heads)), self.k_norm(k.view(heads))
         if self.query_factor != 1.0:  # attention divides by sqrt(head_dim)
             q_BSNH = q_BSNH * self.query_factor
-        q_BSNH, k_BSKH = self._rotate(q_BSNH, positions), self._rotate(k_BSKH, positions)
-        out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule)
+        if self.position_bias is None:
+            q_BSNH, k_BSKH = self._rotate(q_BSNH, positions), self._rotate(k_BSKH, positions)
+            out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule)
+        else:
+            out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule, self.position_bias(q_BSNH))
         if gate is not None:
             out_BSNH = out_BSNH * self.gate_fn(gate)
         out_BSD: Tensor = self.o_proj(out_BSNH.flatten(2))

@@ -1,24 +1,62 @@
-"""Attention by any rule in torch's operations, a block of queries at a time: windows, documents, capped scores.
+"""Attention by any rule in torch's operations, a block of queries at a time: windows, documents, capped scores, biases.
 
 It is used if no fused kernel supports the rule. The backward pass computes the scores of a block again from the
 log-sum-exp (lse), so that memory does not grow with the square of the sequence. It is a custom operator of torch, as
-``engine.attention.document_attention`` is, so that selective recomputation can keep its output.
+``engine.attention.document_attention`` is, so that selective recomputation can keep its output. A ring of ranks calls
+``attend_part`` for each part of a sequence's keys.
 
-    B  sequences    N  query heads           S  positions       G  query heads of a key head, N / K
-                    K  key and value heads   H  width of one    R  queries of a block, T  the keys that they may see
+    B  sequences    N  query heads           S  queries, T  keys      G  query heads of a key head, N / K
+                    K  key and value heads   H  width of one head     R  queries of a block
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from superstep.numerics.attention_operator import connect_gradients, empty, no_gradient
+from superstep.numerics.score_bias import add_bias, add_bias_gradient
+
 BLOCK = 128
 """Queries of a block."""
+
+LEAST_LSE = -1e30
+"""The log-sum-exp of a query that sees no key of a part: merged with another part it has no weight."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule:
+    """How scores follow from queries and keys, and which of them are hidden.
+
+    Attributes:
+        ahead: the place of the first query among the keys; beyond them where all keys are earlier.
+        window: tokens that a token sees; 0 for all.
+        soft_cap: as in ``plan.model.attention_rule``; 0 for none.
+        bias: the tensor of a ``kernels.position_bias.Bias``.
+        starts: int64 [B, S], the first key that each query sees, on any device; None for all.
+    """
+
+    ahead: int = 0
+    window: int = 0
+    soft_cap: float = 0.0
+    bias: Tensor | None = None
+    starts: Tensor | None = None
+
+    def blocks(self, queries: int, keys: int) -> Iterator[tuple[slice, slice]]:
+        """Each block's queries, and the keys that they may see, if there are any."""
+        for first in range(0, queries, BLOCK):
+            end, place = min(first + BLOCK, queries), self.ahead + first
+            visible = slice(max(0, place - self.window + 1) if self.window else 0, min(self.ahead + end, keys))
+            if visible.start < visible.stop:
+                yield slice(first, end), visible
+
+    def gap(self, mine: slice, keys: slice) -> int:
+        """The place of a block's first query minus that of its first key."""
+        return int(self.ahead + mine.start - keys.start)
 
 
 def attend_blockwise(
@@ -28,31 +66,28 @@ def attend_blockwise(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    bias: Tensor | None = None,
     starts_BS: Tensor | None = None,
 ) -> Tensor:
     """The output of causal attention, [B, S, N, H].
 
     Args:
         window, soft_cap: as in ``plan.model.attention_rule``.
+        bias: the tensor of a ``kernels.position_bias.Bias``.
         starts_BS: for each position the start of its document, int64, on any device; None for 0.
     """
-    out_BSNH: Tensor = blockwise_attention(q_BSNH, k_BSKH, v_BSKH, starts_BS, window or 0, soft_cap or 0.0)[0]
+    settings = starts_BS, bias, window or 0, soft_cap or 0.0
+    out_BSNH: Tensor = blockwise_attention(q_BSNH, k_BSKH, v_BSKH, *settings)[0]
     return out_BSNH
 
 
 @torch.library.custom_op("superstep::blockwise_attention", mutates_args=())
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int, soft_cap: float
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, bias: Tensor | None, window: int, soft_cap: float
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its lse [B, N, S], fp32; 0 for no window and no cap."""
-    out, lse = _empty(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    for mine, keys in _blocks(q.shape[1], window):
-        scores, _ = _scores(q, k, mine, keys, soft_cap)
-        scores.masked_fill_(_hidden(starts, mine, keys, window, q), -math.inf)
-        lse_BKGR = scores.logsumexp(-1)
-        weights = scores.sub_(lse_BKGR[..., None]).exp_().to(v.dtype)
-        out[:, mine] = _by_token(weights @ _by_head(v[:, keys])[:, :, None], q.dtype)
-        lse[:, :, mine] = lse_BKGR.flatten(1, 2)
+    out, lse = empty(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+    attend_part(q, k, v, ScoreRule(window=window, soft_cap=soft_cap, bias=bias, starts=starts), out, lse)
     return out, lse
 
 
@@ -65,55 +100,86 @@ def _blockwise_attention_backward(  # noqa: PLR0913
     out: Tensor,
     lse: Tensor,
     starts: Tensor | None,
+    bias: Tensor | None,
     window: int,
     soft_cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
-    dq, kv_heads, scale = _empty(q), k.shape[2], q.shape[-1] ** -0.5
-    dk, dv = (torch.zeros_like(_by_head(x), dtype=torch.float32) for x in (k, v))
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the bias."""
+    rule = ScoreRule(window=window, soft_cap=soft_cap, bias=bias, starts=starts)
+    dq, dk, dv = empty(q), *(torch.zeros_like(_by_head(x), dtype=torch.float32) for x in (k, v))
+    dbias = no_gradient(q) if bias is None else torch.zeros_like(bias, memory_format=torch.contiguous_format)
+    attend_part_backward((grad, q, k, v, out, lse), rule, (dq, dk, dv, dbias))
+    dk, dv = (_by_token(x[:, :, None], k.dtype).contiguous() for x in (dk, dv))
+    return dq, dk, dv, dbias
+
+
+connect_gradients(blockwise_attention, _blockwise_attention_backward)
+
+
+def attend_part(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, out: Tensor, lse: Tensor) -> None:
+    """Write the output [B, S, N, H] and lse [B, N, S] of attention to a run of keys. Queries without a block of keys
+    are left as they are; others that see no key get ``LEAST_LSE``, and an output of 0.
+    """
+    for mine, keys in rule.blocks(q.shape[1], k.shape[1]):
+        scores, _ = _scores(q, k, mine, keys, rule)
+        scores.masked_fill_(_hidden(rule, mine, keys, q), -math.inf)
+        lse_BKGR = scores.logsumexp(-1).clamp_(min=LEAST_LSE)
+        weights = scores.sub_(lse_BKGR[..., None]).exp_().to(v.dtype)
+        out[:, mine] = _by_token(weights @ _by_head(v[:, keys])[:, :, None], out.dtype)
+        lse[:, :, mine] = lse_BKGR.flatten(1, 2)
+
+
+def attend_part_backward(of: tuple[Tensor, ...], rule: ScoreRule, to: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    """The gradients of a run of keys.
+
+    Args:
+        of: the output's gradient, q, k, v, and the output and lse of all keys.
+        to: the gradient of q, [B, S, N, H], which is written; those of k and v, fp32 [B, K, T, H], and of the bias,
+            which are added to.
+    """
+    (grad, q, k, v, out, lse), (dq, dk, dv, dbias) = of, to
+    kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
     lse_BKGS = lse.unflatten(1, (kv_heads, -1))
-    for mine, keys in _blocks(q.shape[1], window):
-        scores, slope = _scores(q, k, mine, keys, soft_cap)
-        hidden = _hidden(starts, mine, keys, window, q)
-        weights = scores.sub_(lse_BKGS[..., mine, None]).exp_().masked_fill_(hidden, 0.0)
+    for mine, keys in rule.blocks(q.shape[1], k.shape[1]):
+        scores, slope = _scores(q, k, mine, keys, rule)
+        weights = scores.sub_(lse_BKGS[..., mine, None]).exp_().masked_fill_(_hidden(rule, mine, keys, q), 0.0)
         grad_here, out_here = (_by_group(x[:, mine], kv_heads) for x in (grad, out))
         dv[:, :, keys] += (weights.to(v.dtype).mT @ grad_here).sum(2)
         delta = (grad_here.float() * out_here.float()).sum(-1, keepdim=True)
         dscores = (grad_here @ _by_head(v[:, keys])[:, :, None].mT).float().sub_(delta).mul_(weights)
         if slope is not None:
             dscores.mul_(slope)
+        q_here, gap, by_bias = _by_group(q[:, mine], kv_heads), rule.gap(mine, keys), None
+        if rule.bias is not None:
+            by_bias = add_bias_gradient(dscores, q_here, rule.bias, gap, dbias)
         dscores = dscores.mul_(scale).to(q.dtype)
-        dq[:, mine] = _by_token(dscores @ _by_head(k[:, keys])[:, :, None], q.dtype)
-        dk[:, :, keys] += (dscores.mT @ _by_group(q[:, mine], kv_heads)).sum(2)
-    return dq, _by_token(dk[:, :, None], k.dtype).contiguous(), _by_token(dv[:, :, None], v.dtype).contiguous()
+        dq_here = dscores @ _by_head(k[:, keys])[:, :, None]
+        dq[:, mine] = _by_token(dq_here if by_bias is None else by_bias.add_(dq_here), dq.dtype)
+        dk[:, :, keys] += (dscores.mT @ q_here).sum(2)
 
 
-def _blocks(tokens: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Each block's queries, and the keys that they may see."""
-    for first in range(0, tokens, BLOCK):
-        end = min(first + BLOCK, tokens)
-        yield slice(first, end), slice(max(0, first - window + 1) if window else 0, end)
-
-
-def _scores(q: Tensor, k: Tensor, mine: slice, keys: slice, soft_cap: float) -> tuple[Tensor, Tensor | None]:
-    """Scores after the cap, fp32 [B, K, G, R, T], and the cap's slope there; None without one."""
-    scores = (_by_group(q[:, mine], k.shape[2]) @ _by_head(k[:, keys])[:, :, None].mT).float()
+def _scores(q: Tensor, k: Tensor, mine: slice, keys: slice, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
+    """Scores after bias and cap, fp32 [B, K, G, R, T], and the cap's slope there; None without one."""
+    q_here = _by_group(q[:, mine], k.shape[2])
+    scores = (q_here @ _by_head(k[:, keys])[:, :, None].mT).float()
     scores.mul_(q.shape[-1] ** -0.5)
-    if not soft_cap:
+    if rule.bias is not None:
+        add_bias(scores, q_here, rule.bias, rule.gap(mine, keys))
+    if not rule.soft_cap:
         return scores, None
-    bent = scores.div_(soft_cap).tanh_()
-    return bent * soft_cap, bent.square_().neg_().add_(1.0)
+    bent = scores.div_(rule.soft_cap).tanh_()
+    return bent * rule.soft_cap, bent.square_().neg_().add_(1.0)
 
 
-def _hidden(starts: Tensor | None, mine: slice, keys: slice, window: int, q: Tensor) -> Tensor:
+def _hidden(rule: ScoreRule, mine: slice, keys: slice, q: Tensor) -> Tensor:
     """The mask of hidden keys: [R, T], or [B, 1, 1, R, T] with documents."""
-    place_R1 = torch.arange(mine.start, mine.stop, device=q.device)[:, None]
+    place_R1 = torch.arange(rule.ahead + mine.start, rule.ahead + mine.stop, device=q.device)[:, None]
     place_T = torch.arange(keys.start, keys.stop, device=q.device)
     hidden = place_T > place_R1
-    if window:
-        hidden = hidden | (place_T <= place_R1 - window)
-    if starts is not None:
-        hidden = hidden | (place_T < starts[:, mine].to(q.device)[:, None, None, :, None])
+    if rule.window:
+        hidden = hidden | (place_T <= place_R1 - rule.window)
+    if rule.starts is not None:
+        hidden = hidden | (place_T < rule.starts[:, mine].to(q.device)[:, None, None, :, None])
     return hidden
 
 
@@ -131,41 +197,3 @@ def _by_group(x_BRNH: Tensor, kv_heads: int) -> Tensor:
 def _by_token(x_BKGRH: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, R, N, H]."""
     return x_BKGRH.flatten(1, 2).transpose(1, 2).to(dtype)
-
-
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@blockwise_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, window: int, soft_cap: float) -> tuple[Tensor, Tensor]:
-    return _empty(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-
-
-@_blockwise_attention_backward.register_fake
-def _(  # noqa: PLR0913
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor | None,
-    window: int,
-    soft_cap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q), _empty(k), _empty(v)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, starts, ctx.window, ctx.soft_cap = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
-    gradients = _blockwise_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.window, ctx.soft_cap)
-    return *gradients, None, None, None
-
-
-blockwise_attention.register_autograd(_backward, setup_context=_keep)

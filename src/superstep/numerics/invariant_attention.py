@@ -33,7 +33,12 @@ def pad_rows(x_RX: Tensor) -> Tensor:
 
 
 def attend_rows(
-    rows_bRH: Tensor, keys_bPH: Tensor, values_bPH: Tensor, hidden: Tensor, soft_cap: float | None = None
+    rows_bRH: Tensor,
+    keys_bPH: Tensor,
+    values_bPH: Tensor,
+    hidden: Tensor,
+    soft_cap: float | None = None,
+    added_bRP: Tensor | None = None,
 ) -> Tensor:
     """The mixed values, [b, R, H], fp32.
 
@@ -43,10 +48,12 @@ def attend_rows(
         values_bPH: fp32; values hidden from all rows must be finite.
         hidden: which keys a row does not see: [R, P] or [b, R, P]. Each row sees at least one.
         soft_cap: a score s becomes soft_cap · tanh(s / soft_cap); None leaves it.
+        added_bRP: added to the scores before the cap, fp32.
     """
     rows = rows_bRH.shape[1]
     rows_bRH, hidden = pad_rows(rows_bRH), pad_rows(hidden)
-    weights_bRP, total_bR1, _ = _weights(rows_bRH, keys_bPH, hidden, soft_cap)
+    added_bRP = None if added_bRP is None else pad_rows(added_bRP)
+    weights_bRP, total_bR1, _ = _weights(rows_bRH, keys_bPH, hidden, soft_cap, added_bRP)
     out = product(weights_bRP[..., :BLOCK], values_bPH[:, :BLOCK])
     for at in range(BLOCK, keys_bPH.shape[1], BLOCK):
         out = product(weights_bRP[..., at : at + BLOCK], values_bPH[:, at : at + BLOCK], out)
@@ -54,17 +61,21 @@ def attend_rows(
 
 
 def probabilities(
-    rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor, soft_cap: float | None = None
+    rows_bRH: Tensor,
+    keys_bPH: Tensor,
+    hidden: Tensor,
+    soft_cap: float | None = None,
+    added_bRP: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The weights of ``attend_rows``, each row with sum one, and the slope of the soft cap, if there is one: [b, R, P]
     each.
     """
-    weights_bRP, total_bR1, slope_bRP = _weights(rows_bRH, keys_bPH, hidden, soft_cap)
+    weights_bRP, total_bR1, slope_bRP = _weights(rows_bRH, keys_bPH, hidden, soft_cap, added_bRP)
     return weights_bRP.div_(total_bR1), slope_bRP
 
 
 def _weights(
-    rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor, soft_cap: float | None
+    rows_bRH: Tensor, keys_bPH: Tensor, hidden: Tensor, soft_cap: float | None, added_bRP: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """exp(score - largest score), its sum over each row, and the slope of the soft cap: [b, R, P], [b, R, 1], [b, R,
     P].
@@ -72,6 +83,8 @@ def _weights(
     assert keys_bPH.shape[1] % BLOCK == 0, "keys come in whole blocks"
     scores_bRP = product(rows_bRH, keys_bPH.transpose(1, 2)).mul_(rows_bRH.shape[-1] ** -0.5)
     slope_bRP = None
+    if added_bRP is not None:
+        scores_bRP.add_(added_bRP)
     if soft_cap is not None:
         scores_bRP, slope_bRP = exact_soft_cap(scores_bRP, soft_cap)
     scores_bRP.masked_fill_(hidden, float("-inf"))

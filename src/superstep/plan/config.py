@@ -20,6 +20,7 @@ Recompute = Literal["none", "selective", "full"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless"]
+Positions = Literal["rope", "alibi", "t5", "relative"]
 Decay = Literal["cosine", "wsd"]
 Existing = Literal["refuse", "resume", "new"]
 Nulls = Literal["skip", "refuse"]
@@ -57,6 +58,13 @@ class ModelConfig:
     """Whether the head uses the embedding's matrix."""
     qk_norm: bool | None = None
     """Whether queries and keys are normalised per head (Qwen3)."""
+    positions: Positions | None = None
+    """How attention knows positions: rope rotates queries and keys (Su 2021); alibi lowers a score with its distance
+    (Press 2022); t5 adds a learnt bias by head and bucket of distances (Raffel 2020), in each layer its own; relative
+    adds the query's product with a learnt vector by head and distance (Shaw 2018).
+    """
+    max_distance: int | None = None
+    """t5 and relative: the distance from which on all have one bias; 128 where it is left out."""
     dropout: float = 0.0
     """In training, the share of the outputs of attention and feed-forward that is dropped in each block."""
     experts: int | None = None

@@ -128,12 +128,7 @@ class Space:
     def _contexts(self, mesh: MeshDegrees) -> list[int]:
         shape = self.problem.shape
         fits = mesh.cp > 1 and mesh.cp in cp_of_heads(shape.heads, shape.kv_heads, mesh.tp)
-        # A ring has no sliding window and no soft cap; where nothing is cut there is none.
-        slides = mesh.cp > 1 and any(
-            rule.soft_cap is not None or rule.window_in(self.problem.sequence_tokens) is not None
-            for rule in shape.rules
-        )
-        return [*([] if slides else [CONTEXT.index("ring")]), *([CONTEXT.index("ulysses")] if fits else [])]
+        return [CONTEXT.index("ring"), *([CONTEXT.index("ulysses")] if fits else [])]
 
     def schedules(self, pp: int, microbatches: int) -> Array:
         """Every (schedule, chunks, group) [n, 3] for these pipeline ranks and microbatches; no group is 0."""

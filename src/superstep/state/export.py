@@ -60,7 +60,7 @@ def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Ex
     """Write the weights of a checkpoint to a folder.
 
     Raises:
-        ConfigError: ``out`` exists.
+        ConfigError: ``out`` exists, or other loaders have no such model.
         Damaged: the checkpoint is damaged.
         StateError: it holds no model's weights, or cannot be read.
         Fault: ``out`` cannot be written. Nothing of it is left.
@@ -73,6 +73,7 @@ def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Ex
         raise StateError(
             f"{checkpoint} holds an adapter and no model; put it into its base by superstep tune merge RUN --out DIR."
         )
+    _require_other_loaders(checkpoint, manifest)
     unfinished = out.with_name(f"{out.name}.unfinished")
     try:
         unfinished.mkdir(parents=True)
@@ -85,6 +86,18 @@ def export(checkpoint: Path, out: Path, *, dtype: Dtype, shard_bytes: int) -> Ex
     finally:
         with suppress(OSError):
             shutil.rmtree(unfinished)
+
+
+def _require_other_loaders(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises ConfigError for a model with positions that no other loader of such folders has."""
+    if "config.json" not in manifest.beside:
+        return
+    positions = json.loads((checkpoint / "config.json").read_text(encoding="utf-8")).get("positions", "rope")
+    if positions != "rope":
+        raise ConfigError(
+            f"{checkpoint}: model.positions = '{positions}', and Hugging Face's format has no such attention; serve or "
+            "resume the run's own folder, or train with model.positions = 'rope'."
+        )
 
 
 def _unwritable(path: Path, error: OSError) -> Fault:

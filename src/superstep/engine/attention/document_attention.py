@@ -13,7 +13,6 @@ keeps its result, and a compiler, which would make another graph for every numbe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,9 @@ from torch import Tensor
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds
 from superstep.kernels import attention as kernel
+from superstep.kernels.position_bias import Bias, bias_of
 from superstep.model.decoder import flash
+from superstep.numerics.attention_operator import connect_gradients, no_gradient
 from superstep.numerics.blockwise_attention import attend_blockwise
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
@@ -39,22 +40,33 @@ class DocumentAttend:
     starts: Tensor | None = None
     is_compiled: bool = False
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | None = None,
+    ) -> Tensor:
         """The attention output: [B, S, N, H]."""
         qkv, window = (q_BSNH, k_BSKH, v_BSKH), rule.window_in(q_BSNH.shape[1])
+        tensor = None if bias is None else bias.tensor
         out_BSNH: Tensor
-        if rule.soft_cap is not None:
-            return attend_blockwise(*qkv, window=window, soft_cap=rule.soft_cap, starts_BS=self.starts)
+        if rule.soft_cap is not None or not (bias is None or self._has_kernel(bias, qkv)):
+            return attend_blockwise(*qkv, window=window, soft_cap=rule.soft_cap, bias=tensor, starts_BS=self.starts)
         if window is None:
-            out_BSNH = document_attention(*qkv, self.starts, self.is_compiled)[0]
+            out_BSNH = document_attention(*qkv, self.starts, tensor, self.is_compiled)[0]
             return out_BSNH
         if self.is_compiled and kernel.fits(*qkv):
             whole = (x.contiguous() for x in qkv)  # contiguous, as the kernel needs
-            out_BSNH = document_attention(*whole, self._starts_in(window, q_BSNH), True)[0]  # noqa: FBT003
+            out_BSNH = document_attention(*whole, self._starts_in(window, q_BSNH), tensor, True)[0]  # noqa: FBT003
             return out_BSNH
         if self.starts is None:
             return flash(*qkv, rule)
         return attend_blockwise(*qkv, window=window, starts_BS=self.starts)
+
+    def _has_kernel(self, bias: Bias, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
+        return self.is_compiled and kernel.adds(bias) and kernel.fits(*qkv)
 
     def _starts_in(self, window: int, q_BSNH: Tensor) -> Tensor:
         """The first key that each query sees, [B, S]: its window's, or its document's within that."""
@@ -66,12 +78,13 @@ class DocumentAttend:
 
 @torch.library.custom_op("superstep::document_attention", mutates_args=())
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, bias: Tensor | None, is_compiled: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32."""
+    """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32. Only kernels that ``adds`` names have a bias."""
     qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if is_compiled and kernel.takes(*qkv):
-        out_BNSH, lse = kernel.attend(*qkv, is_causal=True, starts_BS=starts)
+        added = None if bias is None else bias_of(bias)
+        out_BNSH, lse = kernel.attend(*qkv, is_causal=True, starts_BS=starts, bias=added)
     elif starts is None:
         out_BNSH, lse = attend_block(*qkv, is_causal=True)
     else:
@@ -81,47 +94,28 @@ def document_attention(
 
 @torch.library.custom_op("superstep::document_attention_backward", mutates_args=())
 def _document_attention_backward(  # noqa: PLR0913
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor | None,
+    bias: Tensor | None,
+    is_compiled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the bias."""
     grad_BNSH, out_BNSH = grad.transpose(1, 2), out.transpose(1, 2)
     qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if is_compiled and kernel.takes(*qkv, grad_BNSH, out_BNSH):
-        gradients = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts)
+        added = None if bias is None else bias_of(bias)
+        gradients = kernel.attend_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True, starts_BS=starts, bias=added)
     elif starts is None:
         gradients = attend_block_backward(grad_BNSH, qkv, out_BNSH, lse, is_causal=True)
     else:
         gradients = attend_parts_backward(grad_BNSH, qkv, out_BNSH, lse, bounds(starts.cpu()))
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in gradients)
-    return dq, dk, dv
+    return dq, dk, dv, no_gradient(q) if bias is None else torch.zeros_like(bias)
 
 
-def _empty(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@document_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool) -> tuple[Tensor, Tensor]:
-    B, S, N, _ = q.shape
-    return _empty(q), q.new_empty(B, N, S, dtype=torch.float32)
-
-
-@_document_attention_backward.register_fake
-def _(  # noqa: PLR0913
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, is_compiled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty(q), _empty(k), _empty(v)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, starts, ctx.is_compiled = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
-    dq, dk, dv = _document_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled)
-    return dq, dk, dv, None, None
-
-
-document_attention.register_autograd(_backward, setup_context=_keep)
+connect_gradients(document_attention, _document_attention_backward)

@@ -19,8 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from superstep.engine.exact.position_bias import ExactBias
 from superstep.kernels import exact_attention as kernel
 from superstep.kernels.invariant import product, row_sum
+from superstep.kernels.position_bias import Bias
 from superstep.numerics.fixed_point import ACTIVATION, Grid
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -62,9 +64,18 @@ class ExactAttend:
     grid: Grid = ACTIVATION
     starts: Tensor | None = None
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | ExactBias | None = None,
+    ) -> Tensor:
         """The attention output: [B, S, N, H]."""
-        out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self, rule)  # type: ignore[no-untyped-call]
+        if bias is not None and not isinstance(bias, ExactBias):
+            bias = ExactBias(bias)
+        out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self, rule, bias)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, chunk: int, length: int, sequences: int) -> Iterator[QueryPart]:
@@ -95,12 +106,16 @@ class QueryPart:
     end: int
     start: int
 
-    def hidden(self, window: int | None, device: torch.device) -> Tensor:
-        """Mask of hidden keys, of whole blocks: [queries, P]."""
+    def behind(self, device: torch.device) -> Tensor:
+        """How many tokens each key is before each query, of whole blocks of keys: [queries, P]."""
         keys = self.end - self.start + -(self.end - self.start) % BLOCK
         place = torch.arange(self.first - self.start, self.end - self.start, device=device)[:, None]
-        at = torch.arange(keys, device=device)
-        return at > place if window is None else (at > place) | (at <= place - window)
+        return place - torch.arange(keys, device=device)
+
+    def hidden(self, window: int | None, device: torch.device) -> Tensor:
+        """Mask of hidden keys, of whole blocks: [queries, P]."""
+        behind = self.behind(device)
+        return behind < 0 if window is None else (behind < 0) | (behind >= window)
 
 
 def _starts(parts: Sequence[QueryPart], window: int | None) -> Tensor | None:
@@ -111,9 +126,9 @@ def _starts(parts: Sequence[QueryPart], window: int | None) -> Tensor | None:
     return (place - parts[0].start - (window - 1)).clamp_(min=0)
 
 
-def _by_kernel(x: Tensor, rule: AttentionRule) -> bool:
-    """Whether the kernel, which has no soft cap, computes such heads."""
-    return rule.soft_cap is None and kernel.takes(x)
+def _by_kernel(x: Tensor, rule: AttentionRule, bias: ExactBias | None) -> bool:
+    """Whether the kernel, which has neither soft cap nor bias, computes such heads."""
+    return rule.soft_cap is None and bias is None and kernel.takes(x)
 
 
 class _Attend(torch.autograd.Function):
@@ -125,12 +140,13 @@ class _Attend(torch.autograd.Function):
         v: Tensor,
         how: ExactAttend,
         rule: AttentionRule,
+        bias: ExactBias | None,
     ) -> Tensor:
-        ctx.dtype, ctx.how, ctx.rule = q.dtype, how, rule
+        ctx.dtype, ctx.how, ctx.rule, ctx.bias = q.dtype, how, rule, bias
         keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
-        if not _by_kernel(q, rule):
+        if not _by_kernel(q, rule, bias):
             ctx.save_for_backward(q, keys, values)
-            return _attend_rows(how, rule, q, keys, values)
+            return _attend_rows(how, rule, bias, q, keys, values)
         out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for parts, (rows, places) in _stretches(how, q):
             here, keys_here = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
@@ -142,7 +158,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
         q, keys, values, *outcome = ctx.saved_tensors
         how: ExactAttend = ctx.how
         dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (keys, values))
@@ -150,26 +166,30 @@ class _Attend(torch.autograd.Function):
         if outcome:
             _in_kernel(how, ctx.rule, (grad.contiguous(), q, keys, values, *outcome), to)
         else:
-            _by_torch(how, ctx.rule, (grad, q, keys, values), to)
+            _by_torch(how, ctx.rule, ctx.bias, (grad, q, keys, values), to)
         dk, dv = (how.grid.take(how.exchange.scatter_sum(x)).to(ctx.dtype) for x in (dkeys, dvalues))
-        return to[0], dk, dv, None, None
+        return to[0], dk, dv, None, None, None
 
 
 def _expand(starts: Tensor | None, rows: slice) -> Tensor | None:
     return None if starts is None else starts.expand(rows.stop - rows.start, -1)
 
 
-def _attend_rows(how: ExactAttend, rule: AttentionRule, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _attend_rows(
+    how: ExactAttend, rule: AttentionRule, bias: ExactBias | None, q: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
     """The attention output by torch's operations, a chunk's queries at a time."""
     out = torch.empty_like(q)
     for part, here in _parts(how, q):
         places_of_keys, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
+        rows = _rows(q[here], keys.shape[2])
         mixed = attend_rows(
-            _rows(q[here], keys.shape[2]),
+            rows,
             pad_keys(_by_head(keys[part.sequences, places_of_keys])),
             pad_keys(_by_head(values[part.sequences, places_of_keys])),
             part.hidden(rule.window, q.device).repeat(heads, 1),
             rule.soft_cap,
+            None if bias is None else bias.compute(rows, part.behind(q.device), keys.shape[2]),
         )
         out[here] = _unrows(mixed, q[here]).to(q.dtype)
     return out
@@ -204,7 +224,11 @@ def _in_kernel(
 
 
 def _by_torch(
-    how: ExactAttend, rule: AttentionRule, of: tuple[Tensor, Tensor, Tensor, Tensor], to: tuple[Tensor, ...]
+    how: ExactAttend,
+    rule: AttentionRule,
+    bias: ExactBias | None,
+    of: tuple[Tensor, Tensor, Tensor, Tensor],
+    to: tuple[Tensor, ...],
 ) -> None:
     """The same by torch's operations, a chunk's queries at a time."""
     grad, q, keys, values = of
@@ -214,17 +238,23 @@ def _by_torch(
         places_of_keys = slice(part.start, part.end)
         count = part.end - part.start
         own_keys, own_values = (_by_head(x[part.sequences, places_of_keys]) for x in (keys, values))
-        rows, drows = (pad_rows(_rows(x[here], kv_heads)) for x in (q, grad))
+        own_rows, drows = _rows(q[here], kv_heads), pad_rows(_rows(grad[here], kv_heads))
+        rows, behind = pad_rows(own_rows), part.behind(q.device)
         hidden = pad_rows(part.hidden(rule.window, q.device).repeat(q.shape[2] // kv_heads, 1))
-        p, slope = probabilities(rows, pad_keys(own_keys), hidden, rule.soft_cap)
+        added = None if bias is None else pad_rows(bias.compute(own_rows, behind, kv_heads))
+        p, slope = probabilities(rows, pad_keys(own_keys), hidden, rule.soft_cap, added)
         p = p[..., :count]
         dp = product(drows, own_values.transpose(1, 2))
         dvalues[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(p.transpose(1, 2), drows)), kv_heads)
         ds = (dp - row_sum(p * dp)).mul_(p)
         if slope is not None:
             ds.mul_(slope[..., :count])
+        by_bias = None
+        if bias is not None:
+            by_bias = bias.add_gradient(ds[:, : own_rows.shape[1]], own_rows, behind[:, :count], kv_heads)
         ds.mul_(q.shape[-1] ** -0.5)
-        dq[here] = _unrows(product(ds, own_keys), q[here]).to(q.dtype)
+        dq_rows = product(ds, own_keys)[:, : own_rows.shape[1]]
+        dq[here] = _unrows(dq_rows if by_bias is None else dq_rows + by_bias, q[here]).to(q.dtype)
         dkeys[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(ds.transpose(1, 2), rows)), kv_heads)
 
 

@@ -70,8 +70,8 @@ MOST_USES = 16
 
 def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: RangeExcess) -> Grid:
     """The grid of a parameter's gradient, for the most terms on any layout: the chunks of every microbatch add a
-    product each, a lookup or a norm every token. A tied table has both. A user's layers add autograd's gradient of each
-    microbatch.
+    product each; a lookup, a norm or a position bias every token. A tied table has both. A user's layers add autograd's
+    gradient of each microbatch.
     """
     products = grain.microbatches * max(grain.chunks, grain.parts)
     if shape is None:
@@ -82,7 +82,7 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: Ran
         terms = grain.tokens + products
     elif "head_dim" in spec.axes:
         terms = grain.tokens * max(shape.heads, shape.delta.value_heads if shape.delta else 0)
-    elif len(spec.axes) != 2:  # a vector, or a convolution
+    elif len(spec.axes) != 2 or "distances" in spec.axes:  # a vector, a convolution or a position bias
         terms = grain.tokens
     else:
         terms = products

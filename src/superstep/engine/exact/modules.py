@@ -19,6 +19,7 @@ from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.linear import exact_embedding, exact_linear
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.norm import NormSettings, exact_norm
+from superstep.engine.exact.position_bias import exact_position_bias
 from superstep.engine.exact.swiglu import exact_gate_of, exact_gelu_tanh, exact_silu
 from superstep.engine.layers.fused import has_silu, make_gated
 from superstep.engine.layers.grad_accumulation import hands_to
@@ -28,6 +29,7 @@ from superstep.model.experts import GroupedLinear
 from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
+from superstep.model.position_bias import LearntBias
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.noise import CurrentNoise
 from superstep.plan.resolution.lora import ENDS
@@ -61,6 +63,9 @@ class _LayerBuilder:
         is_cut = self.exact.rules.cut(self._param(path).axes[0]) == "tp"
         settings = NormSettings(layer.eps, layer.offset, is_cut=is_cut, group=self.exact.group if is_cut else None)
         return exact_norm(layer.weight, self.exact.sinks.get(layer.weight), settings)
+
+    def position_bias(self, path: str, layer: LearntBias, inner: Forward) -> Forward:
+        return exact_position_bias(layer, self.exact.sinks.get(layer.weight))
 
     def embedding(self, path: str, layer: nn.Embedding, inner: Forward) -> Forward:
         return exact_embedding(layer, self.exact.sinks[layer.get_parameter("weight")])
@@ -112,6 +117,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums", is_plain_linear, build.linear),
         _row("exact sums of linear and factors", any_of(AdaptedLinear), build.make_adapted, is_whole=True),
         _row("exact sums", any_of(RMSNorm), build.norm),
+        _row("exact sums", any_of(LearntBias), build.position_bias),
         _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
         _row("exact sums", is_trained(GroupedLinear), build.grouped_linear),
         _row("exact sums", is_trained(Gate), build.router),

@@ -91,9 +91,11 @@ def _rows(
 
 
 def _is_plain(layer: Any) -> bool:  # noqa: ANN401
-    """Whether kernels have the layer: no norm with an offset, no gate but silu."""
+    """Whether kernels have the layer: no norm with an offset, no gate but silu, attention with a rotary embedding."""
     if isinstance(layer, RMSNorm):
         return layer.offset == 0.0
+    if isinstance(layer, Attention):
+        return layer.position_bias is None
     return has_silu(layer) if isinstance(layer, FeedForward) else True
 
 

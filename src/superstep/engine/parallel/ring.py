@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,11 @@ from torch._C._distributed_c10d import _resolve_process_group
 from superstep.comm.mesh import Group
 from superstep.engine.parallel.flash_partial import attend_block, attend_block_backward, merge
 from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_backward, bounds, starts_of
+from superstep.engine.parallel.ring_rule import RingRule, RuleGradients, attend_by_rule
 from superstep.kernels import attention as kernel
+from superstep.kernels.position_bias import Bias
+from superstep.numerics.attention_operator import connect_gradients, no_gradient
+from superstep.numerics.blockwise_attention import ScoreRule
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
@@ -52,12 +56,19 @@ class RingAttend:
     is_compiled: bool = False
     """Whether ``kernels.attention`` computes the blocks, where it supports the heads."""
 
-    def __call__(self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    def __call__(
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | None = None,
+    ) -> Tensor:
         """The attention output: [B, S, N, H]."""
-        tokens = q_BSNH.shape[1] * self.group.size()
-        assert AttentionRule(window=rule.window_in(tokens), soft_cap=rule.soft_cap) == PLAIN, "check_rules refuses it"
-        settings = self.starts, self.is_compiled, self.group.group_name
-        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *settings)[0]
+        window = rule.window_in(q_BSNH.shape[1] * self.group.size()) or 0
+        tensors = self.starts, None if bias is None else bias.tensor
+        settings = self.is_compiled, window, rule.soft_cap or 0.0, self.group.group_name
+        out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *tensors, *settings)[0]
         return out_BSNH
 
 
@@ -152,22 +163,35 @@ def _group_by_name(group: str) -> Group:
 
 
 @torch.library.custom_op("superstep::ring_attention", mutates_args=())
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str
+def ring_attention(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    bias: Tensor | None,
+    is_compiled: bool,
+    window: int,
+    soft_cap: float,
+    group: str,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32.
 
     Args:
         q, k, v: the own ones.
-        starts: see ``RingAttend``.
-        is_compiled: likewise.
+        starts, is_compiled: see ``RingAttend``.
+        bias: the tensor of a ``kernels.position_bias.Bias``.
+        window, soft_cap: as in ``plan.model.attention_rule``; 0 for none.
         group: the name of a process group.
     """
     ring = _group_by_name(group)
+    round_of_keys = pass_keys_round(torch.stack((k, v)), ring)
+    if bias is not None or window or soft_cap:
+        rule = ScoreRule(window=window, soft_cap=soft_cap, bias=bias)
+        return attend_by_rule(q, round_of_keys, RingRule(rule, starts, ring.rank(), ring.size()))
     documents = _Documents.of(starts, ring)
     q_BNSH = q.transpose(1, 2)
     out_BNSH: Tensor | None = None
-    for block, kv in pass_keys_round(torch.stack((k, v)), ring):
+    for block, kv in round_of_keys:
         if out_BNSH is None:  # the own keys come first, and every query sees itself
             part, part_lse = _own(q_BNSH, kv, documents, is_compiled=is_compiled)
             out_BNSH, lse_BNS = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
@@ -198,32 +222,68 @@ def _ring_attention_backward(  # noqa: PLR0913
     out: Tensor,
     lse: Tensor,
     starts: Tensor | None,
+    bias: Tensor | None,
     is_compiled: bool,
+    window: int,
+    soft_cap: float,
     group: str,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of q, and of k and v stacked."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, of k and v stacked, and of the bias: this rank's share."""
     ring = _group_by_name(group)
-    documents = _Documents.of(starts, ring)
-    grad_BNSH, q_BNSH, out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
+    of = grad, q, out, lse
+    gradients: _PlainGradients | RuleGradients
+    if bias is not None or window or soft_cap:
+        rule = ScoreRule(window=window, soft_cap=soft_cap, bias=bias)
+        gradients = RuleGradients(of, RingRule(rule, starts, ring.rank(), ring.size()))
+    else:
+        gradients = _PlainGradients(of, _Documents.of(starts, ring), is_compiled=is_compiled)
     hop: Hop | None = None
     for block, kv in pass_keys_round(torch.stack((k, v)), ring):
-        if hop is None:  # the own keys come first, whole
-            dq_BNSH, dk, dv = _own_backward(grad_BNSH, q_BNSH, kv, out_BNSH, lse, documents, is_compiled=is_compiled)
-            dq_BNSH, dkv = dq_BNSH.float(), _stack_gradients(dk, dv)
-        else:
-            dkv = hop.finish()
-            for at in rectangles_of(block, q.shape[1], documents):
-                k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
-                inputs = at.asking(q_BNSH), k_BKTH, v_BKTH
-                whole = at.asking(out_BNSH), at.asking(lse)
-                dq, dk, dv = attend_block_backward(
-                    at.asking(grad_BNSH), inputs, *whole, is_causal=False, is_compiled=is_compiled
-                )
-                at.asking(dq_BNSH).add_(dq)
-                at.answering(dkv).add_(_stack_gradients(dk, dv))
+        dkv = gradients.add(block, kv, None if hop is None else hop.finish())
         hop = Hop.start(dkv, ring, GRADIENTS_TAG)
     assert hop is not None
-    return dq_BNSH.transpose(1, 2).to(q.dtype).contiguous(), hop.finish().to(k.dtype)
+    return gradients.of_queries(), hop.finish().to(k.dtype), gradients.of_bias()
+
+
+class _PlainGradients:
+    """This rank's share of the gradients, without a rule.
+
+    Args:
+        of: the output's gradient, q, output and lse of the own tokens.
+    """
+
+    def __init__(self, of: tuple[Tensor, ...], documents: _Documents | None, *, is_compiled: bool) -> None:
+        grad, q, out, self.lse = of
+        self.grad_BNSH, self.q_BNSH, self.out_BNSH = (x.transpose(1, 2) for x in (grad, q, out))
+        self.documents, self.is_compiled = documents, is_compiled
+        self.dq_BNSH = self.q_BNSH
+
+    def add(self, block: AttentionBlock, kv: Tensor, dkv: Tensor | None) -> Tensor:
+        """The gradient of a block's keys and values, [2, B, T, K, H] fp32, added to ``dkv``; own ones come first."""
+        grad, q, out = self.grad_BNSH, self.q_BNSH, self.out_BNSH
+        if dkv is None:
+            whole = grad, q, kv, out, self.lse, self.documents
+            dq_BNSH, dk, dv = _own_backward(*whole, is_compiled=self.is_compiled)
+            self.dq_BNSH = dq_BNSH.float()
+            return _stack_gradients(dk, dv)
+        for at in rectangles_of(block, q.shape[2], self.documents):
+            k_BKTH, v_BKTH = at.answering(kv).transpose(2, 3)
+            inputs, part = (at.asking(q), k_BKTH, v_BKTH), (at.asking(out), at.asking(self.lse))
+            dq, dk, dv = attend_block_backward(
+                at.asking(grad), inputs, *part, is_causal=False, is_compiled=self.is_compiled
+            )
+            at.asking(self.dq_BNSH).add_(dq)
+            at.answering(dkv).add_(_stack_gradients(dk, dv))
+        return dkv
+
+    def of_queries(self) -> Tensor:
+        return self.dq_BNSH.transpose(1, 2).to(self.q_BNSH.dtype).contiguous()
+
+    def of_bias(self) -> Tensor:
+        return no_gradient(self.q_BNSH)
+
+
+connect_gradients(ring_attention, _ring_attention_backward, is_stacked=True)
 
 
 def _own_backward(
@@ -249,38 +309,3 @@ def _own_backward(
 def _stack_gradients(dk_BKTH: Tensor, dv_BKTH: Tensor) -> Tensor:
     """Gradients in the format of the ring: [2, B, T, K, H], fp32."""
     return torch.stack((dk_BKTH.transpose(1, 2), dv_BKTH.transpose(1, 2))).float()
-
-
-@ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, is_compiled: bool, group: str) -> tuple[Tensor, Tensor]:
-    B, S, N, _ = q.shape
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(B, N, S, dtype=torch.float32)
-
-
-@_ring_attention_backward.register_fake
-def _(  # noqa: PLR0913
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor | None,
-    is_compiled: bool,
-    group: str,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), k.new_empty(2, *k.shape)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-    q, k, v, starts, ctx.is_compiled, ctx.group = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
-    dq, dkv = _ring_attention_backward(grad.contiguous(), *ctx.saved_tensors, ctx.is_compiled, ctx.group)
-    return dq, dkv[0], dkv[1], None, None, None
-
-
-ring_attention.register_autograd(_backward, setup_context=_keep)

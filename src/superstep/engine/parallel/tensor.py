@@ -37,7 +37,9 @@ from superstep.engine.flat.layout import is_cut
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
 from superstep.engine.parallel.split_norm import norm_over_ranks
+from superstep.kernels.position_bias import Slopes
 from superstep.model.norm import RMSNorm
+from superstep.model.position_bias import AlibiBias
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import VocabularyColumns, own_columns
 from superstep.plan.rules import Rules
@@ -172,43 +174,49 @@ def splitting(
     entered = {path for path, dim in cut.items() if dim == 0 and path not in regions} | set(regions.values())
     end = seams.end if is_cut(spec, rules) else part
 
-    def row(
-        name: str, applies: Callable[[str, nn.Module], bool], build: Callable[[Any, Forward], Forward]
-    ) -> Implementation:
-        return Implementation(name, "plan.tp", applies, lambda path, layer, inner: build(layer, inner))
-
     return (
-        row(
+        _row(
             "looks up its own rows, output leaves tp",
             lambda path, layer: path in cut and isinstance(layer, nn.Embedding),
             lambda layer, inner: vocabulary_lookup(layer, inner, group, seam.leave_lookup),
         ),
-        row(
+        _row(
             "output leaves tp",
             lambda path, layer: cut.get(path) == 1 and isinstance(layer, nn.Linear),
             lambda layer, inner: _rows(layer, inner, group, seam.leave),
         ),
-        row(
+        _row(
             "mean square over tp",
             lambda path, layer: cut.get(path) == 0 and isinstance(layer, RMSNorm),
             lambda layer, inner: seams.norm(layer, inner, group),
         ),
-        row(
+        _row(
+            "slopes of its own heads",
+            lambda path, layer: isinstance(layer, AlibiBias) and rules.cut("heads") == "tp",
+            lambda layer, inner: _own_slopes(layer, inner, group),
+        ),
+        _row(
             "input enters tp",
             lambda path, layer: path in entered and (path not in cut or isinstance(layer, nn.Linear)),
             lambda layer, inner: _entering(inner, entrance),
         ),
-        row(
+        _row(
             "lets go of what entered",
             lambda path, layer: not path and bool(entered),
             lambda layer, inner: _closing(inner, entrance),
         ),
-        row(
+        _row(
             "output split over the sequence",
             lambda path, layer: not path and sequence_parallel and is_whole,
             lambda layer, inner: _then(inner, end, group),
         ),
     )
+
+
+def _row(
+    name: str, applies: Callable[[str, nn.Module], bool], build: Callable[[Any, Forward], Forward]
+) -> Implementation:
+    return Implementation(name, "plan.tp", applies, lambda path, layer, inner: build(layer, inner))
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:
@@ -248,6 +256,16 @@ def _is_lookup(spec: UnitSpec, rules: Rules) -> bool:
 def _then(inner: Callable[..., Tensor], outer: Callable[[Tensor, Group], Tensor], group: Group) -> Forward:
     def forward(*inputs: Tensor, **given: Any) -> Tensor:  # noqa: ANN401
         return outer(inner(*inputs, **given), group)
+
+    return forward
+
+
+def _own_slopes(layer: AlibiBias, inner: Callable[..., Any], group: Group) -> Callable[..., Any]:
+    heads = layer.heads // group.size()
+
+    def forward(like: Tensor) -> Slopes:
+        slopes: Slopes = inner(like)
+        return slopes.of_heads(group.rank() * heads, heads)
 
     return forward
 

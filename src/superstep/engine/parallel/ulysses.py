@@ -15,6 +15,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import Group
 from superstep.engine.parallel.zigzag import by_rank, in_order
+from superstep.kernels.position_bias import Bias
 from superstep.model.decoder import Attend, flash
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
@@ -31,14 +32,24 @@ class UlyssesAttend:
     group: Group
     inner: Attend = flash
 
-    def __call__(self, q_BsNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    def __call__(
+        self,
+        q_BsNH: Tensor,
+        k_BsKH: Tensor,
+        v_BsKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | None = None,
+    ) -> Tensor:
         """The attention output: [B, s, N, H]."""
         ranks = self.group.size()
+        if bias is not None:
+            own = q_BsNH.shape[2] // ranks
+            bias = bias.of_heads(self.group.rank() * own, own)
         heads = [_heads_by_rank(x, ranks) for x in (q_BsNH, k_BsKH, v_BsKH)]
         packed = torch.cat(heads, dim=3).movedim(2, 0)
         whole = in_order(_exchange(packed, self.group).unbind())
         q, k, v = whole.split([x.shape[3] for x in heads], dim=2)
-        mixed = by_rank(self.inner(q, k, v, rule), ranks)
+        mixed = by_rank(self.inner(q, k, v, rule, bias), ranks)
         out_BsNH: Tensor = _exchange(mixed, self.group).movedim(0, 2).flatten(2, 3)
         return out_BsNH
 

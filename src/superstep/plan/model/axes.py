@@ -4,6 +4,7 @@
     heads, kv_heads   heads · head_dim rows: cut between heads only
     ffn               the inner width of the feed-forward
     norm, head_dim    weights of the norms: on the residual stream, on one head
+    each_head         one row for each head; distances: columns of position biases
 
 In a mixture of experts a token stays on its rank until it is sent to its experts. So what comes before, the router, and
 the shared experts are whole on every rank with tokens:
@@ -19,9 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from superstep.plan.config import Positions
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
-from superstep.plan.model.shape import ROTATED, DeltaShape, Latent, ModelShape, MoeShape
+from superstep.plan.model.shape import ROTATED, T5_BUCKETS, DeltaShape, Latent, ModelShape, MoeShape
 from superstep.plan.model.style import NORM_NAMES
 
 Axes = tuple[str, ...]
@@ -107,8 +109,14 @@ WIDE_QK_NORM_AXES: Mapping[str, Axes] = {
 SHARED_GATE_AXES: Mapping[str, Axes] = {
     "mlp.shared_expert_gate.weight": ("shared_gate", "embed"),
 }
+POSITION_AXES: Mapping[Positions, Mapping[str, Axes]] = {
+    "rope": {},
+    "alibi": {},
+    "t5": {"self_attn.position_bias.weight": ("each_head", "distances")},
+    "relative": {"self_attn.position_bias.weight": ("heads", "distances")},
+}
 CUT_AS = {
-    **dict.fromkeys(("query_heads", "key_value_heads", "gated_heads"), "heads"),
+    **dict.fromkeys(("query_heads", "key_value_heads", "gated_heads", "each_head"), "heads"),
     **dict.fromkeys(("delta_qkv", "delta_qkvz", "delta_values", "delta_heads", "delta_ba"), "heads"),
     "delta_head": "head_dim",
     "shared_gate": "shared_ffn",
@@ -148,7 +156,7 @@ def _mixer_axes(shape: ModelShape) -> list[Mapping[str, Axes]]:
         tables.append(QKV_BIAS_AXES)
     if shape.qk_norm:
         tables.append(WIDE_QK_NORM_AXES if shape.has_wide_qk_norm else QK_NORM_AXES)
-    return tables
+    return [*tables, POSITION_AXES[shape.positions]]
 
 
 def _norm_axes(name: str | None) -> Mapping[str, Axes]:
@@ -194,6 +202,8 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "ffn": shape.ffn,
         "norm": shape.width,
         "head_dim": shape.head_dim,
+        "each_head": shape.heads,
+        "distances": T5_BUCKETS if shape.positions == "t5" else shape.max_distance + 1,
         **(_mixture_sizes(shape, shape.moe) if shape.moe else {}),
         **(_latent_sizes(shape, shape.latent) if shape.latent else {}),
         "gated_heads": 2 * shape.heads * shape.head_dim,
@@ -278,4 +288,4 @@ def _layer(local: str, axes: Axes) -> Layer:
         return "linear"
     if len(axes) == 1 or {"experts", "router", "shared_ffn", "shared_gate"} & set(axes):
         return "other"
-    return "embedding" if local in EMBED_AXES else "linear"
+    return "embedding" if local in EMBED_AXES or "distances" in axes else "linear"

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 from superstep.errors import ConfigError
-from superstep.plan.config import Router
+from superstep.plan.config import Positions, Router
 from superstep.plan.model.shape import (
+    MOST_DISTANCE,
     MOST_EXPERTS,
     MOST_HEADS,
     MOST_LAYERS,
     MOST_NUMBERS,
     MOST_VOCAB,
+    T5_BUCKETS,
     DeltaShape,
     ModelShape,
     MoeShape,
@@ -80,6 +83,7 @@ def check_shape(shape: ModelShape) -> None:
             f"model.{name} with biases on queries, keys and values: no model family has both; leave "
             f"model.{name.partition(' ')[0]} out, or choose a model.name without biases."
         )
+    _check_positions(shape)
     if shape.dense_layers >= shape.layers:
         raise ConfigError(
             f"model.layers = {shape.layers} leaves no layer with experts after the {shape.dense_layers} dense ones; "
@@ -123,6 +127,33 @@ def _check_delta(shape: ModelShape, delta: DeltaShape) -> None:
             f"partial_rotary_factor = {shape.style.rotary_share:g} of model.head_dim = {shape.head_dim} rotates "
             f"{shape.rotated} numbers, which must be even and at least 2."
         )
+
+
+def _check_positions(shape: ModelShape) -> None:
+    known = get_args(Positions)
+    if shape.positions not in known:
+        names = ", ".join(map(repr, known))
+        raise ConfigError(f"model.positions = {shape.positions!r} is unknown; set model.positions to one of {names}.")
+    least = T5_BUCKETS if shape.positions == "t5" else 1
+    if not least <= shape.max_distance <= MOST_DISTANCE:
+        raise ConfigError(
+            f"model.max_distance = {shape.max_distance} must be between {least} and {MOST_DISTANCE} for "
+            f"model.positions = '{shape.positions}'."
+        )
+    if shape.positions == "rope":
+        return
+    others = {
+        "experts": shape.moe is not None,
+        "blocks that differ from Llama's": shape.style != LLAMA,
+        "biases on queries, keys and values": shape.qkv_bias,
+        "layers with and without a window": bool(shape.full_layers),
+    }
+    for what, has_it in others.items():
+        if has_it:
+            raise ConfigError(
+                f"model.positions = '{shape.positions}' in a model with {what}: only blocks as Llama's, Mistral's and "
+                "Qwen3's have other positions than rope; leave model.positions out, or choose another model.name."
+            )
 
 
 def _check_size(shape: ModelShape) -> None:

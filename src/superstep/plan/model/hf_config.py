@@ -8,6 +8,7 @@
     mixtral          experts, dropless              plain
     qwen3_moe        experts, dropless              normalised per head
     superstep_moe    experts, any router            either: no other loader has them
+    superstep_bias   one                            either, with position biases: no other loader has them
     others           ``plan.model.hf_styles`` has a row for each
 
 In a mixture every block has experts: a file with dense blocks in between is refused. So is one with a key that is
@@ -50,6 +51,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 never padded with a token.
 """
 
+OURS: tuple[ModelType, ...] = ("superstep_moe", "superstep_bias")
+"""Types of models that no other loader has."""
+
 
 def model_type(shape: ModelShape) -> ModelType:
     """The model type by which other loaders read a shape."""
@@ -60,6 +64,8 @@ def model_type(shape: ModelShape) -> ModelType:
                 f"model.qk_norm = {str(shape.qk_norm).lower()}: no model family has such blocks; leave it out."
             )
         return kinds[0]
+    if shape.positions != "rope":
+        return "superstep_bias"
     # A Llama with QK-norm is a Qwen3 to every other loader, one with a window a Mistral.
     if shape.moe is None:
         if shape.qkv_bias:
@@ -111,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     row = STYLES.get(kind)
-    qk_norm = keys.flag("qk_norm") if kind == "superstep_moe" else kind in ("qwen3", "qwen3_moe")
+    qk_norm = keys.flag("qk_norm") if kind in OURS else kind in ("qwen3", "qwen3_moe")
     qk_norm = row.qk_norm if row else qk_norm
     head_dim = width // heads if keys.get("head_dim") is None else keys.whole("head_dim")
     max_tokens = keys.whole("max_position_embeddings")
@@ -147,9 +153,22 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
         rope_scaling=scaling,
         max_tokens=max_tokens,
         init_std=keys.positive("initializer_range"),
+        **_read_positions(keys, kind),
         moe=_read_moe(keys, kind),
         delta=read_delta(keys, kind) if has_delta else None,
     )
+
+
+def _read_positions(keys: JsonKeys, kind: ModelType) -> dict[str, Any]:
+    if kind != "superstep_bias":
+        return {}
+    return {"positions": keys.get("positions"), "max_distance": keys.whole("max_distance")}
+
+
+def _write_positions(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
+    if kind != "superstep_bias":
+        return {}
+    return {"qk_norm": shape.qk_norm, "positions": shape.positions, "max_distance": shape.max_distance}
 
 
 def _head_rule(kind: ModelType, *, qk_norm: bool) -> Family:
@@ -167,7 +186,7 @@ def _read_window(keys: JsonKeys, kind: ModelType) -> tuple[int | None, tuple[int
     if kind == "llama" or row is not None:
         return None, ()
     window = None if keys.get("sliding_window") is None else keys.whole("sliding_window")
-    if kind in ("mistral", "mixtral", "superstep_moe"):
+    if kind in ("mistral", "mixtral", *OURS):
         return window, ()
     window = window if keys.flag("use_sliding_window") else None
     if kind == "qwen3_moe":
@@ -285,6 +304,7 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         # Left out they would be some of a family's own vocabulary; who knows the tokenizer fills them in.
         **dict.fromkeys(TOKEN_IDS),
         **_write_window(shape, kind),
+        **_write_positions(shape, kind),
         **_write_moe(shape, kind),
         **write_delta(shape),
     }
@@ -295,7 +315,7 @@ _LAYER_TYPES = {True: "sliding_attention", False: "full_attention"}
 
 def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
     match kind:
-        case "mistral" | "mixtral" | "superstep_moe":
+        case "mistral" | "mixtral" | "superstep_moe" | "superstep_bias":
             return {"sliding_window": shape.window}
         case "qwen2" | "qwen3" | "qwen3_moe":
             window = {"use_sliding_window": shape.window is not None, "sliding_window": shape.window}

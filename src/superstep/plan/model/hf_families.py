@@ -23,6 +23,7 @@ ModelType = Literal[
     "qwen3_5_text",
     "qwen3_next",
     "superstep_moe",
+    "superstep_bias",
 ]
 
 ARCHITECTURES: dict[ModelType, str] = {
@@ -40,6 +41,7 @@ ARCHITECTURES: dict[ModelType, str] = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "superstep_moe": "SuperstepMoe",
+    "superstep_bias": "SuperstepBias",
 }
 
 _LLAMA: dict[str, Any] = {
@@ -152,6 +154,7 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
     "qwen3_next": _QWEN3_NEXT,
     "superstep_moe": _LLAMA | {"sliding_window": None},
+    "superstep_bias": _LLAMA | {"sliding_window": None},
 }
 """Defaults of keys. Sizes have none: a file without them is refused. Special tokens have none either, as they follow
 from the tokenizer.
@@ -202,6 +205,7 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
         "qwen3_5_text": _GATED_OUTPUT,
         "qwen3_next": _GATED_OUTPUT | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
         "superstep_moe": _WITHOUT_WINDOW,
+        "superstep_bias": _WITHOUT_WINDOW,
     }
     everywhere = {key: values for key, values in _EVERYWHERE.items() if key not in DEFAULTS[kind]}
     return everywhere | own[kind] | {"architectures": ([ARCHITECTURES[kind]],)}

@@ -56,8 +56,11 @@ def _base(config: ModelConfig) -> ModelShape:
     )
 
 
+_POSITIONS = ("positions", "max_distance")
+
+
 def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
-    names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qk_norm")
+    names = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "tied", "qk_norm", *_POSITIONS)
     over = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if "head_dim" not in over and ("width" in over or "heads" in over) and base.family == "llama":
         width, heads = over.get("width", base.width), over.get("heads", base.heads)

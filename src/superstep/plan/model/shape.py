@@ -14,16 +14,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from superstep.plan.config import Router
+from superstep.plan.config import Positions, Router
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.rope import Llama3Rope, RopeScaling, YarnRope
 from superstep.plan.model.style import GEMMA, LLAMA, OLMO, BlockStyle
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
+MOST_DISTANCE = 1 << 16
 MOST_NUMBERS = 1 << 46
 """The most elements of one matrix, with all experts: 70 trillion, so that ``MOST_LAYERS`` of them fit in 64 bits."""
 
 Family = Literal["llama", "qwen3"]
+
+T5_BUCKETS = 32
+"""Rows of a table of T5's position biases (Raffel 2020, sec. 2.1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,8 @@ class ModelShape:
         window: tokens that a token sees, itself and those before it (Mistral); None for all.
         full_layers: in a model with a window, the numbers of the layers that see all tokens nonetheless (Gemma); in one
             with linear attention, those with attention (Qwen3-Next).
+        positions: how attention knows the positions of tokens.
+        max_distance: with learnt position biases, the distance from which on all have the last one.
         style: how its blocks differ from Llama's.
         sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
@@ -140,6 +146,8 @@ class ModelShape:
     qkv_bias: bool = False
     window: int | None = None
     full_layers: tuple[int, ...] = ()
+    positions: Positions = "rope"
+    max_distance: int = 128
     sinks: bool = False
     style: BlockStyle = LLAMA
     init_std: float = 0.02
@@ -177,7 +185,7 @@ class ModelShape:
     def rule(self, layer: int) -> AttentionRule:
         """The rule of a layer's attention."""
         window = None if layer in self.full_layers else self.window
-        return AttentionRule(window=window, soft_cap=self.style.soft_cap)
+        return AttentionRule(window=window, soft_cap=self.style.soft_cap, positions=self.positions)
 
     @property
     def embedding_scale(self) -> float:
@@ -194,6 +202,11 @@ class ModelShape:
         """The different rules among the layers, in their order."""
         layers = range(self.layers) if self.full_layers else (0,)
         return tuple(dict.fromkeys(map(self.rule, layers)))
+
+    @property
+    def has_blockwise_rule(self) -> bool:
+        """Whether a layer's attention has a rule that only torch's operations have on a CPU."""
+        return any(rule.is_blockwise for rule in self.rules)
 
     def at(self, layer: int) -> ModelShape:
         """A block's shape: those before the first with experts have their own feed-forward, and in a model with linear

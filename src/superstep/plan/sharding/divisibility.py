@@ -42,29 +42,13 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Check that the plan can compute every layer's attention: in fast mode ring attention has no sliding window and no
-    soft cap. Raises ConfigError if a layer needs one.
+    """Check that the plan can compute every layer's mixer. Raises ConfigError where ranks would share a sequence of
+    linear attention.
     """
     if plan.cp > 1 and shape.delta is not None:
         raise ConfigError(
             f"plan.cp = {plan.cp} with linear attention in model.name = '{config.model.name}' is not supported; "
             "set plan.cp to 1."
-        )
-    if plan.cp == 1 or plan.context != "ring" or config.numerics.exact:
-        return
-    ring, model = f"plan.cp = {plan.cp} with plan.context = 'ring'", f"model.name = '{config.model.name}'"
-    tokens = config.data.sequence_tokens
-    caps = [rule.soft_cap for rule in shape.rules if rule.soft_cap is not None]
-    if caps:
-        raise ConfigError(
-            f"{ring} has no soft cap of scores, and {model} has one of {caps[0]:g}; set plan.context to 'ulysses'."
-        )
-    windows = [window for window in (rule.window_in(tokens) for rule in shape.rules) if window is not None]
-    if windows:
-        raise ConfigError(
-            f"{ring} has no sliding window, and {model} has one of {windows[0]} tokens, shorter than "
-            f"data.sequence_tokens = {tokens}; set data.sequence_tokens to {windows[0]} or less, or plan.context to "
-            "'ulysses'."
         )
 
 

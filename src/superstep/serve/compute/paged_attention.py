@@ -21,9 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from superstep.engine.exact.position_bias import ExactBias
 from superstep.kernels import exact_attention
+from superstep.kernels.position_bias import Bias
 from superstep.model.fused_attention import fused_attention
-from superstep.numerics.invariant_attention import BLOCK, attend_rows
+from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys
 from superstep.numerics.sending import send
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.serve.compute.flat_batch import RequestRows
@@ -100,11 +102,24 @@ class PagedAttend:
     layer: int
     step: AttentionInputs
 
-    def __call__(self, q_1TNH: Tensor, k_1TKH: Tensor, v_1TKH: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
+    def __call__(
+        self,
+        q_1TNH: Tensor,
+        k_1TKH: Tensor,
+        v_1TKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | ExactBias | None = None,
+    ) -> Tensor:
         """The attention output: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
-        for group, mix in zip(self.step.groups, self.step.mixes(rule), strict=True):
+        mixes: Sequence[Mix]
+        if bias is None:
+            mixes = self.step.mixes(rule)
+        else:
+            added = bias if isinstance(bias, ExactBias) else ExactBias(bias)
+            mixes = [partial(_attend_with_bias, group, rule, added) for group in self.step.groups]
+        for group, mix in zip(self.step.groups, mixes, strict=True):
             keys, values = self.store.read(self.layer, group.slots)
             out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values).to(out_TNH.dtype)
         return out_TNH[None]
@@ -127,6 +142,29 @@ class PagedAttention:
         store = self._store
         step = AttentionInputs(parts, store, is_exact=self._is_exact)
         return lambda layer: PagedAttend(store, layer, step)
+
+
+def _attend_with_bias(
+    group: SharedKeys,
+    rule: AttentionRule,
+    bias: ExactBias,
+    q_nCNH: Tensor,
+    k_nLKH: Tensor,
+    v_nLKH: Tensor,
+) -> Tensor:
+    """Attention with a position bias, text by text, as exact mode has it in training."""
+    kv_heads, heads = k_nLKH.shape[2], q_nCNH.shape[2] // k_nLKH.shape[2]
+    place_L = torch.arange(k_nLKH.shape[1] + -k_nLKH.shape[1] % BLOCK, device=k_nLKH.device)
+    out = torch.empty_like(q_nCNH)
+    for text, ends_C in enumerate(group.ends):
+        rows_KRH = _rows(q_nCNH[text : text + 1].float(), kv_heads)[0]
+        keys, values = (pad_keys(x[text].float().transpose(0, 1)) for x in (k_nLKH, v_nLKH))
+        behind_CL = ends_C[:, None] - 1 - place_L
+        hidden_CL = behind_CL < 0 if rule.window is None else (behind_CL < 0) | (behind_CL >= rule.window)
+        added = bias.compute(rows_KRH, behind_CL, kv_heads)
+        mixed = attend_rows(rows_KRH, keys, values, hidden_CL.repeat(heads, 1), rule.soft_cap, added)
+        out[text] = _unrows(mixed[None], heads)[0].to(out.dtype)
+    return out
 
 
 def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from superstep.kernels.position_bias import Bias
 from superstep.model.decoder import Attend
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.serve.compute.flat_batch import RequestRows
@@ -96,11 +97,14 @@ class TiledAttention:
         self._store = store
 
     def __call__(self, parts: Sequence[RequestRows]) -> Callable[[int], Attend]:
-        """The function from a layer's index to its ``attend``, which has no soft cap."""
+        """The function from a layer's index to its ``attend``, which has neither soft cap nor position bias."""
         placed: dict[int | None, PlacedRows] = {}
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
-            assert rule.soft_cap is None, "choose_backend has torch compute soft caps"
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None
+        ) -> Tensor:
+            assert not rule.is_blockwise, "choose_backend has torch compute soft caps and biases"
+            assert bias is None
             if rule.window not in placed:
                 placed[rule.window] = PlacedRows(parts, self._store.page_tokens, rule.window)
             return self._attend(placed[rule.window], layer, q, k, v)

@@ -14,6 +14,7 @@ rank's share:
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
         one norm over all heads                                       T·(N + K)·H·e + 2·T·4
       norms after attention and feed-forward as well: what is added, 1 / rms      2 · t·D·e + 2 · t·4
+      a position bias of alibi, t5; relative in bf16                  N·4; (N + 32)·distances·4; N·H·distances·4
       in a sliding window: attention's output once more, by blocks, and their masks
                                                                       T·N·H·e + queries·keys·e of each block
         or where each query's range of keys begins                    S·8
@@ -92,7 +93,7 @@ from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
 from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace, keeps_gate
 from superstep.plan.model.attention_rule import AttentionRule
-from superstep.plan.model.shape import MoeShape
+from superstep.plan.model.shape import T5_BUCKETS, MoeShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import UnitBytes
 
@@ -156,7 +157,8 @@ def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
         feed_forward = ((2 + keeps_gate(run)) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
-    return stream + attention + qk_norm + _sliding(d, e, run, rule) + feed_forward + count_kept_inner(run) * e
+    attention += qk_norm + _sliding(d, e, run, rule) + _bias(d, e, run)
+    return stream + attention + feed_forward + count_kept_inner(run) * e
 
 
 def _norm_inputs(run: Resolved, d: LocalDims) -> int:
@@ -176,9 +178,9 @@ def _head_rows(run: Resolved, d: LocalDims) -> int:
 
 
 def _keys(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
-    """Bytes of keys and values as attention keeps them; that with a soft cap keeps what it was given."""
+    """Bytes of keys and values as attention keeps them; that by blocks of queries keeps what it was given."""
     if not is_exact(run):
-        is_expanded = run.kept.expanded_keys and rule.soft_cap is None
+        is_expanded = run.kept.expanded_keys and not rule.is_blockwise
         return d.T * 2 * (d.N if is_expanded else d.K) * d.H * e
     return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
 
@@ -195,12 +197,27 @@ def _inner_inputs(d: LocalDims) -> dict[str, int]:
 def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     """Further bytes of attention in a window, for longer sequences."""
     window = rule.window_in(d.S)
-    if window is None or is_exact(run) or rule.soft_cap is not None:
+    is_ring = run.plan.mesh.cp > 1 and run.plan.context == "ring"  # which keeps its inputs and output alone
+    if window is None or is_exact(run) or is_ring or rule.is_blockwise:
         return 0
     if not run.kept.window_blocks:
         return d.S * INDEX
     ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
     return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
+
+
+def _bias(d: LocalDims, e: int, run: Resolved) -> int:
+    """Bytes of a position bias, beside its parameter."""
+    shape, distances = run.shape, run.shape.max_distance + 1
+    match shape.positions:
+        case "rope":
+            return 0
+        case "alibi":
+            return d.N * FP32
+        case "t5":  # its table by distance, and which distances are of a bucket
+            return (0 if is_exact(run) else d.N + T5_BUCKETS) * distances * FP32
+        case "relative":
+            return d.N * d.H * distances * FP32 if e < FP32 and not is_exact(run) else 0
 
 
 def _exchange_bytes(d: LocalDims, e: int, run: Resolved) -> int:
@@ -241,6 +258,8 @@ def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
         return d.t * d.D * e
     attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     kept = d.t * d.D * e + attention + d.T * d.D * e
+    if run.shape.positions == "t5":
+        kept += d.N * (run.shape.max_distance + 1) * FP32
     if moe is None:
         return kept + d.Tf * (d.D + 2 * d.F) * e
     R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
@@ -276,13 +295,26 @@ def _vectors(run: Resolved, d: LocalDims) -> int:
     if shape.has_wide_qk_norm:
         norms_of_heads = (d.N + d.K) * d.H
     if not is_exact(run):
-        return norms + norms_of_heads + biases
+        return norms + norms_of_heads + biases + _bias_gradient(run, d)
     norms *= d.t if run.kept.exact_products else EXACT // FP32
     if run.kept.exact_scores:  # heads are of a width that kernels do not take
         norms_of_heads *= d.T * (d.N + d.K) // 2
     else:
         norms_of_heads *= EXACT // FP32
-    return norms + norms_of_heads + d.T * biases
+    return norms + norms_of_heads + d.T * biases + _bias_gradient(run, d)
+
+
+def _bias_gradient(run: Resolved, d: LocalDims) -> int:
+    """Elements in the gradient of a learnt position bias; in exact mode in its terms: of every token, or chunk."""
+    shape, grain = run.shape, run.plan.grain
+    match shape.positions:
+        case "t5":
+            return d.N * T5_BUCKETS * (1 if grain is None else d.T)
+        case "relative":
+            chunks = 1 if grain is None else d.T * grain.chunks // d.S
+            return d.N * d.H * (shape.max_distance + 1) * chunks
+        case _:
+            return 0
 
 
 def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:

@@ -114,6 +114,8 @@ def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
         return ids
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     tables = 1 if run.shape.style.local_theta is None else 2
+    if run.shape.positions != "rope":
+        tables = 0
     return ids + tables * (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
 
 

@@ -197,6 +197,7 @@ def can_compile(shape: ModelShape, modules: Sequence[nn.Module], linears: LaidOu
         shape.moe is None
         and not shape.full_layers
         and shape.style == LLAMA
+        and shape.positions == "rope"
         and type(modules[0]) is Embedding
         and all(type(block) is BlockModule for block in modules[1:-1])
         and all(isinstance(linears.product(layer), PanelLinear) for layer in layers)

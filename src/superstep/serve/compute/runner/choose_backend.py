@@ -77,8 +77,8 @@ def choose(
         linears = None
     else:
         linears = make_fast(served.modules, built, quantize=settings.quantize or None)
-    # The compiled attention has no soft cap.
-    if built.library is None or linears is None or shape.style.soft_cap is not None:
+    # The compiled attention has neither soft cap nor position bias.
+    if built.library is None or linears is None or shape.has_blockwise_rule:
         store = KvCache(**room, dtype=dtype, device=device.torch)
         attending = PagedAttention(store, is_exact=is_exact)
         return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)
