@@ -57,6 +57,20 @@ OF_KIND = {
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE | {"moe_intermediate_size": 48},
 }
+LINEAR = ("qwen3_5_text", "qwen3_next")
+HEADS = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+DELTA = {
+    **HEADS,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+    "layer_types": ["linear_attention", "full_attention"],
+    "rms_norm_eps": 1e-3,  # the norm of linear attention divides by small first outputs
+}
+OF_KIND |= {
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2}
+    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
+}
 TOKENS = torch.arange(2 * 48).view(2, 48) * 7 % 96
 # As in test_hf.py: fp32 on both sides, sums of at most 96 products in another order.
 ATOL = 2e-5
@@ -86,7 +100,10 @@ GONE = object()
 def theirs_of(config):
     """Transformers' model, with weights that depend on names and dims alone."""
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    generator, offset = torch.Generator().manual_seed(1), 1.0 if "gemma" in config.model_type else 0.0
+    generator, offset = (
+        torch.Generator().manual_seed(1),
+        1.0 if "gemma" in config.model_type or config.model_type in LINEAR else 0.0,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -155,6 +172,7 @@ SPECIAL = {
     },
     "max_window_layers": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": GONE},
     "layer_types": {"layer_types": ["full_attention", "sliding_attention"]},
+    "linear_num_key_heads": {"linear_num_key_heads": 1},
     "mlp_only_layers": {"mlp_only_layers": [0]},
     "pad_token_id": {"pad_token_id": 3},
     "bos_token_id": {"bos_token_id": 4},
@@ -182,6 +200,8 @@ def changed(kind, key, value):
     """The changes that make one key say something else."""
     if key == "rope_parameters" and kind in LAYER_ROPES:
         return {key: dict.fromkeys(value, SPECIAL[key][key])}
+    if key == "layer_types" and kind in LINEAR:
+        return {key: ["full_attention", "linear_attention"]}
     if key in SPECIAL:
         return SPECIAL[key]
     if isinstance(value, bool):
@@ -228,13 +248,14 @@ def test_every_key_of_transformers_class_is_honoured_harmless_or_refused(kind, t
         found[key] = verdict(kind, key, changed(kind, key, value), tmp_path / str(number))
     honoured = {key for key, what in found.items() if what == "honoured"}
     assert {*REQUIRED, "head_dim", "rms_norm_eps", "rope_parameters", "initializer_range"} - honoured <= (
-        {"intermediate_size"} if kind == "qwen3_moe" else set()
+        {"intermediate_size"} if kind in ("qwen3_moe", "qwen3_next") else set()
     )
     assert {"hidden_activation" if "gemma" in kind else "hidden_act", "attention_dropout"} <= {
         key for key, what in found.items() if what == "refused"
     }
     assert ("sliding_window" in honoured) == (kind in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text"))
-    assert ("use_sliding_window" in honoured) == kind.startswith("qwen")
+    assert ("use_sliding_window" in honoured) == (kind.startswith("qwen") and kind not in LINEAR)
+    assert {key for key in DELTA if key.startswith("linear_")} <= honoured or kind not in LINEAR
     assert ("max_window_layers" in honoured) == (kind in ("qwen2", "qwen3"))
 
 
@@ -258,6 +279,8 @@ def absent(kind):
     if kind in LAYER_ROPES:
         found["rope_local_base_freq"] = ropes["sliding_attention"]["rope_theta"]
         ropes = ropes["full_attention"]
+    if kind in LINEAR:
+        found["partial_rotary_factor"] = ropes["partial_rotary_factor"]
     return found | {"rope_theta": ropes["rope_theta"]}
 
 
@@ -266,7 +289,7 @@ def test_what_a_key_means_that_is_left_out_is_what_transformers_has(kind):
     theirs = absent(kind)
     ours = {key: value for key, value in DEFAULTS[kind].items() if key not in IDS}
     # What their class does not have: old names for the same, and a loss of ours.
-    spare = {"rope_scaling", "router_z_loss_coef", "sliding_window_pattern"}
+    spare = {"rope_scaling", "router_z_loss_coef", "sliding_window_pattern", "full_attention_interval"}
     spare |= {"head_dim"} if kind in ("qwen2", "qwen3_moe", "olmo2", "olmo3", "granite") else set()
     assert {key: value for key, value in ours.items() if key not in spare} == {
         key: theirs[key] for key in ours if key not in spare
@@ -288,7 +311,11 @@ def test_a_file_of_sizes_alone_is_the_model_that_transformers_makes_of_it(kind, 
         "num_experts_per_tok": 2,
         "num_local_experts": 4,
     }
-    if kind not in ("mixtral", "qwen3_moe"):
+    if kind in LINEAR:
+        sizes["num_hidden_layers"] = 4
+    if kind == "qwen3_next":
+        sizes["num_experts"] = sizes.pop("num_local_experts")
+    elif kind not in ("mixtral", "qwen3_moe"):
         sizes = {key: sizes[key] for key in REQUIRED}
     elif kind == "mixtral":
         del sizes["moe_intermediate_size"]

@@ -233,6 +233,7 @@ QWEN2 = {"model_type": "qwen2", "architectures": None, "attention_bias": True}
 GEMMA2 = {"model_type": "gemma2", "architectures": None, "hidden_act": None}
 GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "rope_theta": None, "rope_parameters": None}
 NESTED = {"full_attention": {}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}}
+QWEN3_5 = {"model_type": "qwen3_5_text", "architectures": None}
 QWEN3_MOE = {"model_type": "qwen3_moe", "architectures": None}
 HF: list[tuple[dict[str, object], str]] = [
     (
@@ -287,6 +288,18 @@ HF: list[tuple[dict[str, object], str]] = [
     ),
     ({**GEMMA3, "rope_scaling": {"type": "linear", "factor": 2.0}}, "must have rope_type in this family"),
     ({"model_type": "granite", "architectures": None, "logits_scaling": 0}, "logits_scaling = 0 must be above 0"),
+    (
+        {**QWEN3_5, "linear_num_key_heads": 3, "linear_num_value_heads": 8},
+        "linear_num_key_heads = 3 must divide linear_num_value_heads = 8",
+    ),
+    ({**QWEN3_5, "linear_key_head_dim": 512}, "linear_key_head_dim = 512 is beyond the limit; it must be 256 or less"),
+    ({**QWEN3_5, "partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1 of model.head_dim = 32 rotates 3 numbers"),
+    ({**QWEN3_5, "layer_types": ["full_attention"]}, "must be a list of num_hidden_layers = 4 entries"),
+    ({**QWEN3_5, "layer_types": ["sliding_attention"] * 4}, "each must be 'full_attention' or 'linear_attention'"),
+    (
+        {**QWEN3_5, "model_type": "qwen3_next", "shared_expert_intermediate_size": 500},
+        "shared_expert_intermediate_size = 500 must be a multiple of moe_intermediate_size = 512",
+    ),
     ({"eos_token_id": "x"}, 'eos_token_id = "x" must be a whole number, a list of them, or null'),
     ({"eos_token_id": [2, True]}, "eos_token_id = [2, true] must be a whole number, a list of them, or null"),
     ({"attention_bias": 0}, "attention_bias = 0 is not supported; it must be false"),

@@ -85,6 +85,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["model.experts = 4 in blocks that differ from Llama's", "leave model.experts out"],
     ),
     (
+        {"model__name": "qwen3-next-80b-a3b", "model__shared_experts": 0},
+        None,
+        ["model.shared_experts = 0", "a gate for shared experts", "leave model.shared_experts out"],
+    ),
+    (
+        {"model__name": "qwen3.5-9b", "plan__cp": 2, "data__sequence_tokens": 8},
+        None,
+        ["plan.cp = 2 cuts data.sequence_tokens = 8 into 4 runs of 2", "reads 3 tokens", "to 12 or more"],
+    ),
+    (
         {"model__name": "olmo2-7b", "model__qk_norm": False},
         None,
         ["model.qk_norm = false: no model family has such blocks; leave it out"],

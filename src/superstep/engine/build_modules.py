@@ -110,6 +110,7 @@ _SAVED = frozenset(
         torch.ops.superstep.document_attention.default,
         torch.ops.superstep.blockwise_attention.default,
         torch.ops.superstep.delta_rule.default,
+        torch.ops.superstep.delta_rule_over_ranks.default,
         torch.ops.superstep.ring_attention.default,
     }
 )

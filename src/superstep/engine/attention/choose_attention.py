@@ -15,6 +15,7 @@ from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.engine.layers.fused import wants_kernels
 from superstep.engine.parallel.ring import RingAttend
+from superstep.engine.parallel.state_passing import ScanOverRanks, list_positions
 from superstep.engine.parallel.ulysses import UlyssesAttend
 from superstep.engine.parallel.zigzag import gather_kv, scatter_sum
 from superstep.kernels.attention import has_tiles, missing
@@ -100,11 +101,14 @@ def is_compiled(run: Resolved, device: Device) -> bool:
 def _scan(run: Resolved, mesh: Mesh, starts: Tensor | None) -> Scan | None:
     if run.decoder is None or run.decoder.delta is None:
         return None
-    positions = None
-    if starts is not None:
-        inside = torch.arange(starts.shape[1]) - starts
-        positions = send(F.pad(inside, (0, run.decoder.delta.taps - 1)).unsqueeze(1), mesh.device.torch)
-    return WholeScan(starts, positions, is_exact=run.plan.grain is not None)
+    taps, is_exact, device = run.decoder.delta.taps, run.plan.grain is not None, mesh.device.torch
+    if mesh.cp is not None:
+        at = None if starts is None else send(list_positions(starts, taps, mesh.cp), device)
+        return ScanOverRanks(mesh.cp, starts, at, is_exact)
+    if starts is None:
+        return WholeScan(is_exact=is_exact)
+    inside = torch.arange(starts.shape[1]) - starts
+    return WholeScan(starts, send(F.pad(inside, (0, taps - 1)).unsqueeze(1), device), is_exact)
 
 
 def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: RangeExcess) -> Attend:

@@ -20,6 +20,7 @@ from superstep.numerics.delta_rule.rule import (
     find_terms,
     pass_gradients,
     pass_states,
+    read_gradients,
     read_states,
     widen,
 )
@@ -58,7 +59,8 @@ def _delta_rule_backward(  # noqa: PLR0913
     none = empty_states(terms, chunks)
     passed = pass_states(terms, chunks.steps, none, sums)
     grad = split_gradient(grad, chunks, sums)
-    of_corrected, of_states, _ = pass_gradients(terms, chunks.steps, grad, none, sums)
+    read = read_gradients(terms, grad, sums)
+    of_corrected, of_states, _ = pass_gradients(terms, chunks.steps, read, none, sums)
     return join_gradients(backward(terms, passed, grad, of_corrected, of_states, sums), chunks, inputs)
 
 

@@ -162,13 +162,25 @@ def pass_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums)
     """
     state, states, corrected = first.clone(), [], []
     for step in steps:
-        before = state[: step.stop - step.start].clone()
-        n = terms.u[step] - sums.multiply(terms.w[step], before)
-        added = sums.multiply(terms.of_keys[step].transpose(-1, -2), n)
-        state[: len(before)] = before * terms.end[step][..., None, None] + added
-        states.append(before)
-        corrected.append(n)
+        states.append(state[: step.stop - step.start].clone())
+        corrected.append(_advance(state, terms, step, sums))
     return Passed(torch.cat(states), torch.cat(corrected), state)
+
+
+def carry_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums) -> Tensor:
+    """The last state of each piece alone. Arguments as of ``pass_states``."""
+    state = first.clone()
+    for step in steps:
+        _advance(state, terms, step, sums)
+    return state
+
+
+def _advance(state: Tensor, terms: Terms, step: slice, sums: Sums) -> Tensor:
+    """Pass a step's states through its chunks, in place; the corrected values."""
+    before = state[: step.stop - step.start]
+    n = terms.u[step] - sums.multiply(terms.w[step], before)
+    before.mul_(terms.end[step][..., None, None]).add_(sums.multiply(terms.of_keys[step].transpose(-1, -2), n))
+    return n
 
 
 def read_states(terms: Terms, passed: Passed, sums: Sums) -> Tensor:
@@ -177,29 +189,33 @@ def read_states(terms: Terms, passed: Passed, sums: Sums) -> Tensor:
     return out.transpose(1, 2)
 
 
+def read_gradients(terms: Terms, grad: Tensor, sums: Sums) -> tuple[Tensor, Tensor]:
+    """What the gradient of the outputs, [M, N, C, V], gives to n and to the states before each chunk."""
+    of_corrected = sums.multiply(terms.pairs.transpose(-1, -2), grad)
+    return of_corrected, sums.multiply(terms.of_queries.transpose(-1, -2), grad)
+
+
 def pass_gradients(
-    terms: Terms, steps: Sequence[slice], grad: Tensor, last: Tensor, sums: Sums
+    terms: Terms, steps: Sequence[slice], read: tuple[Tensor, Tensor], last: Tensor, sums: Sums
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Pass the gradients of the states back.
 
     Args:
-        grad: of the outputs, [M, N, C, V].
+        read: as of ``read_gradients``.
         last: of the state after each piece.
 
     Returns:
         The gradients of n and of each chunk's state after it, and of the state before each piece.
     """
     state = last.clone()
-    of_corrected, of_states = grad.new_empty(terms.u.shape), grad.new_empty(*terms.end.shape, *last.shape[-2:])
-    direct = sums.multiply(terms.pairs.transpose(-1, -2), grad)
-    read = sums.multiply(terms.of_queries.transpose(-1, -2), grad)
+    of_corrected, of_states = torch.empty_like(read[0]), torch.empty_like(read[1])
     for step in reversed(steps):
-        after = state[: step.stop - step.start].clone()
+        after = state[: step.stop - step.start]
         of_states[step] = after
-        dn = direct[step] + sums.multiply(terms.of_keys[step], after)
+        dn = read[0][step] + sums.multiply(terms.of_keys[step], after)
         of_corrected[step] = dn
         taken = sums.multiply(terms.w[step].transpose(-1, -2), dn)
-        state[: len(after)] = after * terms.end[step][..., None, None] + read[step] - taken
+        after.mul_(terms.end[step][..., None, None]).add_(read[1][step]).sub_(taken)
     return of_corrected, of_states, state
 
 
@@ -223,13 +239,11 @@ def backward(
     of_queries = sums.multiply(grad, turned)
     of_keys = sums.multiply(passed.corrected, of_states.transpose(-1, -2))
 
-    exponent = pairs * terms.pairs + lower * terms.lower
-    dc = sums.add_last(exponent) - sums.add_last(exponent.transpose(-1, -2))
-    dc += sums.add_last(of_queries * terms.of_queries) + sums.add_last(of_faded * terms.faded)
+    risen = sums.add_last(of_queries * terms.of_queries) + sums.add_last(of_faded * terms.faded)
     fallen = sums.add_last(of_keys * terms.of_keys)
-    dc -= fallen
     ends = sums.add_last((passed.states * of_states).flatten(-2)) * terms.end
-    dc[..., -1] += sums.add_last(fallen) + ends
+    dg = _across((pairs * terms.pairs).add_(lower * terms.lower)) + _suffix(risen) + (fallen.cumsum(-1) - fallen)
+    dg += ends.unsqueeze(-1)
 
     of_products = lower.mul_(terms.decay)
     keys = terms.key.unit.transpose(-1, -2)
@@ -247,9 +261,23 @@ def backward(
     dkey += sums.multiply(of_products + of_products.transpose(-1, -2), key)
     dkey += of_keys * terms.fall.unsqueeze(-1) + of_faded * (terms.beta * terms.rise).unsqueeze(-1)
     dq, dk = (each.backward(_gather(x, terms.group), sums) for each, x in ((terms.query, dquery), (terms.key, dkey)))
-    dg = dc.flip(-1).cumsum(-1).flip(-1)
     dv = of_values * terms.beta.unsqueeze(-1)
     return tuple(x.transpose(1, 2) for x in (dq, dk, dv, dg, dbeta))  # type: ignore[return-value]
+
+
+def _suffix(x: Tensor) -> Tensor:
+    """The sum from each place on."""
+    return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def _across(pairs_MNCC: Tensor) -> Tensor:
+    """For each token t the sum over pairs (i, j) with j < t ≤ i: of those that its g is between, [M, N, C].
+
+    Summed as such, not as a difference of sums over all pairs: those that do not count are larger.
+    """
+    below = pairs_MNCC.tril(-1)
+    before = below.cumsum(-1).sub_(below)
+    return _suffix(before.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
 
 
 def _gather(x_MNCH: Tensor, group: int) -> Tensor:

@@ -9,6 +9,7 @@ from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import DeltaShape, ModelShape
 
 _TYPES = {True: "full_attention", False: "linear_attention"}
+_SHARE = "partial_rotary_factor"
 _PLACES = ("rope_parameters", "rope_scaling")
 
 
@@ -41,12 +42,15 @@ def read_full_layers(keys: JsonKeys) -> tuple[int, ...]:
 
 
 def read_rotary_share(keys: JsonKeys) -> float:
-    """The share of a head's numbers that is rotated; as in transformers, that of the embedding's object goes first."""
-    share = keys.positive("partial_rotary_factor")
+    """The share of a head's numbers that is rotated. Raises ConfigError for two different ones."""
+    share = keys.positive(_SHARE)
     for place in _PLACES:
         raw = keys.get(place)
-        if isinstance(raw, dict) and "partial_rotary_factor" in raw:
-            return JsonKeys(raw, f"{place}.", {}).positive("partial_rotary_factor")
+        if isinstance(raw, dict) and _SHARE in raw:
+            inner = JsonKeys(raw, f"{place}.", {}).positive(_SHARE)
+            if _SHARE in keys and inner != share:
+                raise keys.refusal(_SHARE, f"contradicts {place}.{_SHARE} = {inner:g}; keep the right one")
+            share = inner
     return share
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from superstep.plan.config import Positions, Router
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.rope import Llama3Rope, RopeScaling, YarnRope
-from superstep.plan.model.style import GEMMA, LLAMA, OLMO, BlockStyle
+from superstep.plan.model.style import GEMMA, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
 MOST_DISTANCE = 1 << 16
@@ -267,6 +267,16 @@ def _gemma(layers: int, width: int, heads: int, ffn: int, **over: Any) -> ModelS
     return replace(base, **over)
 
 
+def _qwen_next(layers: int, width: int, ffn: int, **over: Any) -> ModelShape:  # noqa: ANN401
+    """Qwen3-Next's (2025) and Qwen3.5's (2026): linear attention in all layers but every fourth."""
+    base = _qwen3(
+        layers, width, 16, ffn, head_dim=256, rope_theta=10000000.0, max_tokens=262144, style=QWEN_NEXT,
+        full_layers=tuple(range(3, layers, 4)),
+        delta=DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    )  # fmt: skip
+    return replace(base, **over)
+
+
 _LONG = Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_tokens=8192)
 _LONG_SMALL = replace(_LONG, factor=32.0)
 _OLMO_LONG = YarnRope(
@@ -369,6 +379,17 @@ SHAPES: dict[str, ModelShape] = {
         window=512,
         full_layers=tuple(range(5, 26, 6)),
         style=replace(GEMMA, local_theta=10000.0),
+    ),
+    "qwen3.5-9b": _qwen_next(32, 4096, 12288, kv_heads=4, vocab=248320),
+    "qwen3-next-80b-a3b": _qwen_next(
+        48,
+        2048,
+        512,
+        kv_heads=2,
+        vocab=151936,
+        style=replace(QWEN_NEXT, shared_gate=True),
+        moe=replace(_make_published_moe(512, 10, 0.001, layers=48), shared_experts=1),
+        delta=DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, is_grouped=True),
     ),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig, setting_text
-from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.shape import DeltaShape, ModelShape
 from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
 
 
@@ -42,13 +42,21 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
 
 
 def check_rules(config: RunConfig, shape: ModelShape, plan: PlanConfig) -> None:
-    """Check that the plan can compute every layer's mixer. Raises ConfigError where ranks would share a sequence of
-    linear attention.
+    """Check that the plan can compute every layer's mixer. Raises ConfigError where ranks would share too short a
+    sequence of linear attention.
     """
     if plan.cp > 1 and shape.delta is not None:
+        _check_runs(config, shape.delta, plan)
+
+
+def _check_runs(config: RunConfig, delta: DeltaShape, plan: PlanConfig) -> None:
+    """Whether a run has the tokens before the next one that its convolution reads."""
+    tokens, least = config.data.sequence_tokens, delta.taps - 1
+    if tokens // (2 * plan.cp) < least:
         raise ConfigError(
-            f"plan.cp = {plan.cp} with linear attention in model.name = '{config.model.name}' is not supported; "
-            "set plan.cp to 1."
+            f"plan.cp = {plan.cp} cuts data.sequence_tokens = {tokens} into {2 * plan.cp} runs of "
+            f"{tokens // (2 * plan.cp)}, and the convolution before linear attention reads {least} tokens beside each; "
+            f"set data.sequence_tokens to {2 * plan.cp * least} or more."
         )
 
 
