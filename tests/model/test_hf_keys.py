@@ -58,6 +58,7 @@ OF_KIND = {
     "qwen3_moe": MIXTURE | {"moe_intermediate_size": 48},
 }
 LINEAR = ("qwen3_5_text", "qwen3_next")
+OFFSET = ("gemma2", "gemma3_text", *LINEAR)
 HEADS = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
 DELTA = {
     **HEADS,
@@ -102,7 +103,7 @@ def theirs_of(config):
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     generator, offset = (
         torch.Generator().manual_seed(1),
-        1.0 if "gemma" in config.model_type or config.model_type in LINEAR else 0.0,
+        1.0 if config.model_type in OFFSET else 0.0,
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -160,7 +161,7 @@ SPECIAL = {
     "_name_or_path": {"_name_or_path": "somebody/something"},
     "initializer_range": {"initializer_range": 0.5},
     "rms_norm_eps": {"rms_norm_eps": 0.5},
-    "num_hidden_layers": {"num_hidden_layers": 3, "layer_types": GONE},
+    "num_hidden_layers": {"num_hidden_layers": 4, "layer_types": GONE},
     "head_dim": {"head_dim": 32},
     "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "sliding_window": {"sliding_window": 8},
@@ -177,7 +178,6 @@ SPECIAL = {
     "pad_token_id": {"pad_token_id": 3},
     "bos_token_id": {"bos_token_id": 4},
     "eos_token_id": {"eos_token_id": 5},
-    "norm_topk_prob": {"norm_topk_prob": True},
 }
 # What older files have, what transformers takes from any file, and what nobody knows.
 BESIDE = {
