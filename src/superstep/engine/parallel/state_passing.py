@@ -169,13 +169,13 @@ class _Runs:
                     piece = Piece(row, run * length + begin, run * length + end)
                     pieces[piece] = row * RUNS + run, begin == 0 and own[0] < first, end == length
         chunks = list_chunks(list(pieces), tokens, rows * tokens, like_BSX.device)
-        found = [pieces[piece] for piece in chunks.pieces]
-        entering = [number for number, (_, enters, _) in enumerate(found) if enters]
-        leaving = [number for number, (_, _, leaves) in enumerate(found) if leaves]
+        ends = [pieces[piece] for piece in chunks.pieces]
+        entering = [number for number, (_, enters, _) in enumerate(ends) if enters]
+        leaving = [number for number, (_, _, leaves) in enumerate(ends) if leaves]
         return cls(
             chunks,
-            (entering, [found[number][0] for number in entering]),
-            (leaving, [found[number][0] for number in leaving]),
+            (entering, [ends[number][0] for number in entering]),
+            (leaving, [ends[number][0] for number in leaving]),
         )
 
     def place(self, of_runs_BRX: Tensor, which: tuple[list[int], list[int]]) -> Tensor:
