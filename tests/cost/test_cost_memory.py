@@ -155,7 +155,7 @@ def test_the_fullest_rank_holds_all_its_categories_at_once():
 
 
 # What stays between a forward and its backward, by two measures: what autograd saves, and what memory outlives the
-# forward. Parameters, their gradients and the rotary tables of a sequence are there anyway and do not count.
+# forward. Parameters, their gradients and the rotary tables of a sequence, or slopes, are there anyway and do not count.
 
 
 class Born(TorchDispatchMode):
@@ -247,7 +247,9 @@ def built(run, unit, *, group=None, is_selective=False):
 
 
 def tables_bytes(run):
-    element = DTYPES[run.config.numerics.compute].itemsize if run.shape.positions == "rope" else 0
+    if run.shape.positions != "rope":  # ALiBi has slopes of its heads
+        return run.shape.heads * 4 if run.shape.positions == "alibi" else 0
+    element = DTYPES[run.config.numerics.compute].itemsize
     return 2 * run.config.data.sequence_tokens * run.shape.head_dim * element
 
 

@@ -14,7 +14,7 @@ rank's share:
       with qk_norm: queries and keys before it, 1 / rms               T·(N + K)·(H·e + 4)
         one norm over all heads                                       T·(N + K)·H·e + 2·T·4
       norms after attention and feed-forward as well: what is added, 1 / rms      2 · t·D·e + 2 · t·4
-      a position bias of alibi, t5; relative in bf16                  N·4; (N + 32)·distances·4; N·H·distances·4
+      a position bias of t5; of relative, in bf16                     (N + 32)·distances·4; N·H·distances·4
       in a sliding window: attention's output once more, by blocks, and their masks
                                                                       T·N·H·e + queries·keys·e of each block
         or where each query's range of keys begins                    S·8
@@ -210,10 +210,8 @@ def _bias(d: LocalDims, e: int, run: Resolved) -> int:
     """Bytes of a position bias, beside its parameter."""
     shape, distances = run.shape, run.shape.max_distance + 1
     match shape.positions:
-        case "rope":
+        case "rope" | "alibi":  # slopes are made once
             return 0
-        case "alibi":
-            return d.N * FP32
         case "t5":  # its table by distance, and which distances are of a bucket
             return (0 if is_exact(run) else d.N + T5_BUCKETS) * distances * FP32
         case "relative":
