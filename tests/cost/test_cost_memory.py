@@ -155,7 +155,7 @@ def test_the_fullest_rank_holds_all_its_categories_at_once():
 
 
 # What stays between a forward and its backward, by two measures: what autograd saves, and what memory outlives the
-# forward. Parameters, their gradients and the rotary tables of a sequence, or slopes, are there anyway and do not count.
+# forward. Parameters, their gradients and the rotary tables of a sequence, or slopes, are there anyway.
 
 
 class Born(TorchDispatchMode):

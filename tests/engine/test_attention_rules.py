@@ -14,7 +14,7 @@ from superstep.kernels import attention as kernel
 from superstep.model.decoder import flash
 from superstep.numerics import blockwise_attention
 from superstep.numerics.fixed_point import ACTIVATION
-from superstep.numerics.invariant_attention import exact_tanh
+from superstep.numerics.soft_cap import exact_tanh
 from superstep.plan.model.attention_rule import AttentionRule
 
 TOKENS, BATCH, CHUNKS = 300, 2, 4

@@ -31,6 +31,7 @@ from superstep.model.norm import RMSNorm
 from superstep.model.position_bias import make_position_bias
 from superstep.model.rope import Rope, layer_ropes
 from superstep.numerics.blockwise_attention import attend_blockwise
+from superstep.numerics.soft_cap import soft_cap
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.style import NORM_NAMES
@@ -231,7 +232,7 @@ class SoftCap(nn.Module):
         self.cap = cap
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.cap * (x / self.cap).tanh()
+        return soft_cap(x, self.cap)
 
 
 class Head(nn.Module):

@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float()
         r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * r * (self.weight.float() + self.offset)).to(x.dtype)
+        return (wide * r * norm_factor(self.weight, self.offset)).to(x.dtype)
 
 
 class _EagerRMSNorm(torch.autograd.Function):
@@ -50,13 +50,13 @@ class _EagerRMSNorm(torch.autograd.Function):
         r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
         ctx.offset = offset  # type: ignore[attr-defined]
-        return (wide * r).mul_(_whole(weight, offset)).to(x.dtype)
+        return (wide * r).mul_(norm_factor(weight, offset)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, r = cast("tuple[Tensor, ...]", ctx.saved_tensors)
         wide, grad = x.float(), grad.float()
-        weight_wide = _whole(weight.float(), ctx.offset)  # type: ignore[attr-defined]
+        weight_wide = norm_factor(weight.float(), ctx.offset)  # type: ignore[attr-defined]
         scratch = grad * wide
         shift = (scratch @ weight_wide).unsqueeze(-1) * r**3 / -x.shape[-1]
         _, is_trained, *_ = cast("tuple[bool, ...]", ctx.needs_input_grad)
@@ -65,6 +65,6 @@ class _EagerRMSNorm(torch.autograd.Function):
         return dx.to(x.dtype), dweight, None, None
 
 
-def _whole(weight: Tensor, offset: float) -> Tensor:
+def norm_factor(weight: Tensor, offset: float) -> Tensor:
     """The factor of a norm: its weight itself without an offset, else their sum in fp32."""
     return weight if offset == 0.0 else weight.float() + offset

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from superstep.numerics.attention_operator import connect_gradients, empty, no_gradient
 from superstep.numerics.score_bias import add_bias, add_bias_gradient
+from superstep.numerics.soft_cap import soft_cap, soft_cap_slope_
 
 BLOCK = 128
 """Queries of a block."""
@@ -121,7 +122,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule, out: Tensor, l
     are left as they are; others that see no key get ``LEAST_LSE``, and an output of 0.
     """
     for mine, keys in rule.blocks(q.shape[1], k.shape[1]):
-        scores, _ = _scores(q, k, mine, keys, rule)
+        scores = _scores(q, k, mine, keys, rule)
         scores.masked_fill_(_hidden(rule, mine, keys, q), -math.inf)
         lse_BKGR = scores.logsumexp(-1).clamp_(min=LEAST_LSE)
         weights = scores.sub_(lse_BKGR[..., None]).exp_().to(v.dtype)
@@ -141,7 +142,8 @@ def attend_part_backward(of: tuple[Tensor, ...], rule: ScoreRule, to: tuple[Tens
     kv_heads, scale = k.shape[2], q.shape[-1] ** -0.5
     lse_BKGS = lse.unflatten(1, (kv_heads, -1))
     for mine, keys in rule.blocks(q.shape[1], k.shape[1]):
-        scores, slope = _scores(q, k, mine, keys, rule)
+        scores = _scores(q, k, mine, keys, rule)
+        slope = soft_cap_slope_(scores.clone(), rule.soft_cap) if rule.soft_cap else None
         weights = scores.sub_(lse_BKGS[..., mine, None]).exp_().masked_fill_(_hidden(rule, mine, keys, q), 0.0)
         grad_here, out_here = (_by_group(x[:, mine], kv_heads) for x in (grad, out))
         dv[:, :, keys] += (weights.to(v.dtype).mT @ grad_here).sum(2)
@@ -158,17 +160,14 @@ def attend_part_backward(of: tuple[Tensor, ...], rule: ScoreRule, to: tuple[Tens
         dk[:, :, keys] += (dscores.mT @ q_here).sum(2)
 
 
-def _scores(q: Tensor, k: Tensor, mine: slice, keys: slice, rule: ScoreRule) -> tuple[Tensor, Tensor | None]:
-    """Scores after bias and cap, fp32 [B, K, G, R, T], and the cap's slope there; None without one."""
+def _scores(q: Tensor, k: Tensor, mine: slice, keys: slice, rule: ScoreRule) -> Tensor:
+    """Scores after bias and cap, fp32 [B, K, G, R, T]."""
     q_here = _by_group(q[:, mine], k.shape[2])
     scores = (q_here @ _by_head(k[:, keys])[:, :, None].mT).float()
     scores.mul_(q.shape[-1] ** -0.5)
     if rule.bias is not None:
         add_bias(scores, q_here, rule.bias, rule.gap(mine, keys))
-    if not rule.soft_cap:
-        return scores, None
-    bent = scores.div_(rule.soft_cap).tanh_()
-    return bent * rule.soft_cap, bent.square_().neg_().add_(1.0)
+    return soft_cap(scores, rule.soft_cap) if rule.soft_cap else scores
 
 
 def _hidden(rule: ScoreRule, mine: slice, keys: slice, q: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from superstep.kernels.invariant import product, row_sum
 from superstep.numerics.invariant_matmul import PIECE, ROWS
+from superstep.numerics.soft_cap import exact_tanh, soft_cap_slope_
+from superstep.numerics.soft_cap import soft_cap as cap_scores
 
 BLOCK = PIECE
 """Keys of a block: the inner dim of one product."""
@@ -86,25 +88,11 @@ def _weights(
     if added_bRP is not None:
         scores_bRP.add_(added_bRP)
     if soft_cap is not None:
-        scores_bRP, slope_bRP = exact_soft_cap(scores_bRP, soft_cap)
+        scores_bRP = cap_scores(scores_bRP, soft_cap, exact_tanh)
+        slope_bRP = soft_cap_slope_(scores_bRP.clone(), soft_cap)
     scores_bRP.masked_fill_(hidden, float("-inf"))
     weights_bRP = scores_bRP.sub_(scores_bRP.amax(-1, keepdim=True)).exp_()
     first, *others = row_sum(weights_bRP.unflatten(-1, (-1, BLOCK))).unbind(-2)
     for part in others:
         first = first + part
     return weights_bRP, first, slope_bRP
-
-
-def exact_tanh(x: Tensor) -> Tensor:
-    """tanh of fp32 numbers, by exponential and division: the bits of an element do not depend on its place. Torch's own
-    differ between a vector and the remainder.
-    """
-    # With e^(-2|x|), which cannot overflow; near 0 the error is that of a number near 1, 6e-8.
-    shrunk = x.abs().mul_(-2.0).exp_()
-    return (1.0 - shrunk).div_(shrunk.add_(1.0)).copysign_(x)
-
-
-def exact_soft_cap(scores: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """cap · tanh(score / cap), and its slope, 1 - tanh²."""
-    bent = exact_tanh(scores / cap)
-    return bent * cap, bent.square_().neg_().add_(1.0)

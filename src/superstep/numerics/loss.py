@@ -22,6 +22,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from superstep.kernels import cross_entropy as kernel
 from superstep.kernels.product import by_fp32, linear, product_into
 from superstep.numerics.accumulate_product import add_product
+from superstep.numerics.soft_cap import soft_cap, soft_cap_slope_
 
 IGNORE = -100
 """The target of a position that does not count: padding, a prompt."""
@@ -150,7 +151,7 @@ class _Rows:
         """Each row's log-sum-exp and target logit, over all ranks: fp32."""
         columns, here_C = self.columns, targets_C - self.columns.first
         if self.logit_cap is not None:
-            logits_CV = _cap(logits_CV, self.logit_cap)
+            logits_CV = soft_cap(logits_CV.float(), self.logit_cap)
         if self._in_kernel(logits_CV):
             return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count, self.temperature))
         return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count, self.temperature))
@@ -159,9 +160,9 @@ class _Rows:
         """The gradients of the factors' sum with the losses; may overwrite the logits."""
         given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
         if self.logit_cap is not None:
-            capped_CV = _cap(logits_CV, self.logit_cap)
+            capped_CV = soft_cap(logits_CV.float(), self.logit_cap)
             gradients_CV = kernel.reference_gradients(capped_CV, *given)
-            return gradients_CV.mul_(capped_CV.div_(self.logit_cap).square_().neg_().add_(1.0))
+            return gradients_CV.mul_(soft_cap_slope_(capped_CV, self.logit_cap))
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)
             return logits_CV
@@ -169,11 +170,6 @@ class _Rows:
 
     def _in_kernel(self, logits_CV: Tensor) -> bool:
         return self.is_compiled and self.logit_cap is None and kernel.takes(logits_CV)
-
-
-def _cap(logits_CV: Tensor, cap: float) -> Tensor:
-    """Logits with a soft cap, fp32 or wider."""
-    return (logits_CV.float() / cap).tanh_().mul_(cap)
 
 
 class _CrossEntropySum(torch.autograd.Function):

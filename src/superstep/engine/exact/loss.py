@@ -23,10 +23,10 @@ from superstep.kernels.invariant import row_sum
 from superstep.model.decoder import Head
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import exact_loss_sum
-from superstep.numerics.invariant_attention import exact_soft_cap
 from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
 from superstep.numerics.objective import LossTarget
+from superstep.numerics.soft_cap import exact_tanh, soft_cap, soft_cap_slope_
 
 
 def exact_loss(  # noqa: PLR0913
@@ -63,7 +63,8 @@ class _Loss(torch.autograd.Function):
         scores_BSW = product(h_BSD.flatten(0, -2), weight_WD.t()).view(*targets_BS.shape, -1)
         slope_BSW = None
         if logit_cap is not None:
-            scores_BSW, slope_BSW = exact_soft_cap(scores_BSW, logit_cap)
+            scores_BSW = soft_cap(scores_BSW, logit_cap, exact_tanh)
+            slope_BSW = soft_cap_slope_(scores_BSW.clone(), logit_cap)
         place = 0 if cut.group is None else cut.group.rank()
         scores_BSW = apply_temperature(scores_BSW, aim.temperature)
         scores_BSW[..., own_columns(weight_WD.shape[0], place, vocab) :] = float("-inf")

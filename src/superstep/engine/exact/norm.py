@@ -18,6 +18,7 @@ from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
 from superstep.kernels import cpu_library, norm
 from superstep.kernels.invariant import row_norm, row_sum
+from superstep.model.norm import norm_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class _Norm(torch.autograd.Function):
         how: NormSettings = ctx.how
         if how.offset == 0.0 and not how.is_cut and norm.takes(x, weight) and cpu_library.is_compiled():
             return _by_kernel(grad, x, weight, r, ctx.sink), None, None, None
-        wide, grad, factor = x.float(), grad.float(), _factor(weight, how)
+        wide, grad, factor = x.float(), grad.float(), norm_factor(weight.float(), how.offset)
         scratch = grad * wide
         products = how.whole(scratch * factor)
         shift = row_sum(products) * (r * r * r) / -products.shape[-1]
@@ -89,11 +90,7 @@ def _normalise(x: Tensor, weight: Tensor, how: NormSettings) -> tuple[Tensor, Te
     rows = how.whole(wide)
     length = row_norm(rows)
     r = 1.0 / (length * length / rows.shape[-1] + how.eps).sqrt()
-    return (wide * r * _factor(weight, how)).to(x.dtype), r
-
-
-def _factor(weight: Tensor, how: NormSettings) -> Tensor:
-    return weight.float() + how.offset if how.offset else weight.float()
+    return (wide * r * norm_factor(weight.float(), how.offset)).to(x.dtype), r
 
 
 def exact_norm(weight: Tensor, sink: GradientSink | None, how: NormSettings) -> Forward:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superstep.comm.mesh import Group
 from superstep.engine.layers.implementation import Forward
-from superstep.model.norm import RMSNorm
+from superstep.model.norm import RMSNorm, norm_factor
 
 
 class _SplitNorm(torch.autograd.Function):
@@ -26,12 +26,12 @@ class _SplitNorm(torch.autograd.Function):
         r = squares.div_(width).add_(layer.eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
         ctx.offset, ctx.group, ctx.width = layer.offset, group, width
-        return (wide * r * (weight.float() + layer.offset)).to(x.dtype)
+        return (wide * r * norm_factor(weight.float(), layer.offset)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # noqa: ANN401
         x, weight, r = ctx.saved_tensors
-        wide, grad, factor = x.float(), grad.float(), weight.float() + ctx.offset
+        wide, grad, factor = x.float(), grad.float(), norm_factor(weight.float(), ctx.offset)
         scratch = grad * wide
         row = (scratch * factor).sum(-1, keepdim=True)
         dist.all_reduce(row, group=ctx.group)

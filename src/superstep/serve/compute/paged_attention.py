@@ -27,6 +27,7 @@ from superstep.kernels.position_bias import Bias
 from superstep.model.fused_attention import fused_attention
 from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys
 from superstep.numerics.sending import send
+from superstep.numerics.soft_cap import soft_cap as cap_scores
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.kv_cache import KvCache, SharedKeys, slots_of, together
@@ -177,7 +178,7 @@ def _fast_capped(hidden_nCL: Tensor, soft_cap: float, q_nCNH: Tensor, k_nLKH: Te
     group = q_nCNH.shape[2] // k_nLKH.shape[2]
     rows, k_nKLH = _rows(q_nCNH, k_nLKH.shape[2]), k_nLKH.transpose(1, 2)
     scores = (rows @ k_nKLH.mT).float().mul_(q_nCNH.shape[-1] ** -0.5)
-    scores = scores.div_(soft_cap).tanh_().mul_(soft_cap)
+    scores = cap_scores(scores, soft_cap)
     scores.masked_fill_(hidden_nCL.repeat(1, group, 1)[:, None], float("-inf"))
     return _unrows(scores.softmax(-1).to(v_nLKH.dtype) @ v_nLKH.transpose(1, 2), group)
 

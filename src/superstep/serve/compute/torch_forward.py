@@ -15,9 +15,9 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.model.decoder import Attend
-from superstep.numerics.invariant_attention import exact_soft_cap
 from superstep.numerics.invariant_matmul import product
 from superstep.numerics.sending import send
+from superstep.numerics.soft_cap import exact_tanh, soft_cap
 from superstep.plan.sharding.parameters import has_cut_output
 from superstep.serve.compute.flat_batch import RequestRows, Rows, positions
 from superstep.serve.compute.lora import Adapters
@@ -73,7 +73,7 @@ class TorchForward:
         if self._served.run.plan.grain is not None:  # in exact mode the head leaves the product to the code below
             part_RW = product(out_1RX[0], self._served.head.lm_head.weight.t())
             if self._served.head.logit_cap is not None:
-                part_RW, _ = exact_soft_cap(part_RW, self._served.head.logit_cap)
+                part_RW = soft_cap(part_RW, self._served.head.logit_cap, exact_tanh)
         else:
             part_RW = out_1RX[0].float()
         if self._tp is not None and has_cut_output(self._served.run.outline, self._served.run.plan.rules):
