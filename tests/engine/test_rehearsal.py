@@ -14,6 +14,7 @@ from longer import longer
 from superstep.comm.device import Device
 from superstep.cost.program.buffers import has_fused_loss
 from superstep.cost.program.flops import local_dims
+from superstep.cost.program.gradient_flow import trains_table
 from superstep.cost.program.lora import list_adapted_linears
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.operation import (
@@ -30,7 +31,7 @@ from superstep.engine.tracing.trace_units import operations_of
 from superstep.kernels import cpu_library
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
-from superstep.plan.config import LoraConfig, ModelConfig
+from superstep.plan.config import FreezeConfig, LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.unit_flops import count_visible_tokens, feed_forward, whole_matrices
@@ -47,6 +48,8 @@ LAYOUTS = [
     {"cp": 2, "context": "ulysses"},
     {"lora": ("all-linear",)},
     {"lora": ("q_proj", "o_proj"), "tp": 2, "dp": 2, "zero": 3},
+    {"freeze": ("model.embed*", "model.layers.0.*"), "tied": False},
+    {"freeze": ("model.embed*", "*.self_attn.*"), "tp": 2, "tied": False},
     {"experts": 4, "experts_per_token": 2, "dp": 2, "ep": 2, "shared_experts": 1},
     {"experts": 4, "router": "noisy-topk", "experts_per_token": 2, "tp": 2},
 ]
@@ -56,6 +59,9 @@ MORE = [
     {"lora": ("down_proj",), "tp": 2, "sequence_parallel": False, "tied": False, "vocab": 61},
     {"lora": ("gate_proj", "v_proj"), "tp": 2, "rules": (("ffn", "none"), ("vocab", "none")), "dp": 2, "zero": 2},
     {"lora": ("all-linear",), "cp": 2, "context": "ulysses", "recompute": "selective"},
+    {"freeze": ("model.embed*", "*norm.weight", "*.q_proj.*", "*.k_proj.*", "*up_proj*", "lm_head.*"), "tied": False},
+    {"freeze": ("model.embed*", "model.layers.*norm.weight", "*.self_attn.*", "*gate*"), "tp": 2, "compute": "bf16"},
+    {"freeze": ("model.layers.1.*",), "dp": 2, "zero": 2, "sequence_parallel": False, "tp": 2},
     {"experts": 4, "experts_per_token": 2},
 ]
 """Every setting of these is met above, and adapters, experts and vocabularies that tp does not divide with tp."""
@@ -66,11 +72,12 @@ OF_MODEL = ("vocab", "kv_heads", "experts", "experts_per_token", "shared_experts
 
 def run_of(**layout):
     model = {name: layout.pop(name) for name in OF_MODEL if name in layout}
-    targets = layout.pop("lora", None)
+    targets, frozen = layout.pop("lora", None), layout.pop("freeze", None)
     # Plain torch, whatever a machine has a compiler for.
     config = small.config(**{"layers": 2, "microbatch": 2, "kernels": "torch"} | layout)
     lora = LoraConfig(rank=3, targets=targets) if targets else None
-    return resolve(replace(config, model=replace(config.model, **model), lora=lora))
+    freeze = FreezeConfig(params=frozen) if frozen else None
+    return resolve(replace(config, model=replace(config.model, **model), lora=lora, freeze=freeze))
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +112,7 @@ def forward_flops(run):
 def test_the_forward_of_every_unit_has_the_flops_of_the_formulas(rehearsed, layout):
     run, seen = rehearsed(layout)
     # A fused head makes its two gradients in the forward pass; a frozen one has one.
-    gradients = 2 if run.config.lora is None else 1
+    gradients = 2 if trains_table(run, len(run.outline.units) - 1) else 1
     embed, *blocks, head = forward_flops(run)
     factors = sum(one.forward_flops for one in list_adapted_linears(run))
     expected = [embed, *(block + factors for block in blocks), head * (1 + gradients if has_fused_loss(run) else 1)]

@@ -27,9 +27,11 @@ from superstep.plan.model import lookup as model_module
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter, Unit
+from superstep.plan.resolution import freeze as freeze_module
 from superstep.plan.resolution import lora as lora_module
 from superstep.plan.resolution import reduction_grain as grain_module
 from superstep.plan.resolution import resolve as resolve_module
+from superstep.plan.resolution import trained_parameters as trained_module
 from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding import divisibility as spread_module
 from superstep.plan.sharding import parameters as cuts_module
@@ -373,6 +375,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
             reached.add((Path(frame.filename).name, frame.lineno))
     modules = (
         cuts_module,
+        freeze_module,
         grain_module,
         hf_config_module,
         hf_rope_module,
@@ -384,6 +387,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
         spread_module,
         stages_module,
         toml_module,
+        trained_module,
     )
     known = set().union(*map(raise_lines, modules))
     # Unreadable files have a test of their own.

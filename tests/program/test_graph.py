@@ -5,16 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plans import examples, plan_of, plans
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.errors import ConfigError
-from superstep.plan.sharding.edges import list_passing_values, list_taken_values, require_no_return
+from superstep.plan.sharding.edges import (
+    list_passing_values,
+    list_taken_values,
+    require_no_return,
+    require_way_back,
+)
 from superstep.program.check import InvalidProgram, check
 from superstep.program.compile import compile_evaluation, compile_step
-from superstep.program.instructions import Forward, Send
+from superstep.program.instructions import Backward, Forward, Send, Step
 from superstep.program.issue_order import issue_order
 from superstep.program.needed_values import NeededValues
 from superstep.program.peak_memory import UnitBytes, high_water, list_held_bytes
@@ -36,12 +41,19 @@ def graph_of(**layout):
 
 @st.composite
 def graphs(draw: st.DrawFn):
-    """A plan with one stage on a rank, and any graph of its units."""
+    """A plan with one stage on a rank, any graph of its units, and any of these frozen, but for the last."""
     plan = draw(plans(chunks=1, schedule=draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))))
     last = len(plan.units) - 1
     inputs = [draw(st.sets(st.integers(0, unit - 1), max_size=3)) for unit in range(1, last + 1)]
     inputs[-1] |= set(range(last)) - set().union(*inputs)
-    return replace(plan, inputs=((), *(tuple(sorted(units, reverse=True)) for units in inputs)))
+    frozen = draw(st.just(plan.frozen) | st.sets(st.integers(0, last - 1)).map(sorted).map(tuple))
+    graph = replace(plan, frozen=frozen, inputs=((), *(tuple(sorted(units, reverse=True)) for units in inputs)))
+    taken = list_taken_values(last + 1, graph.inputs)
+    try:
+        require_way_back(graph.units, graph.stages, taken, graph.has_backward)
+    except ConfigError:
+        assume(False)
+    return graph
 
 
 @examples(60)
@@ -170,6 +182,34 @@ def test_check_refuses_edges_that_are_no_graph(inputs, rule):
     program = compile_step(plan_of(layers=4))
     with pytest.raises(InvalidProgram, match=rule):
         check(replace(program, inputs=inputs))
+
+
+def test_nothing_goes_back_through_what_no_trained_unit_feeds():
+    """A frozen unit has a backward pass for the trained ones in front of it, and only for them."""
+    plan = replace(graph_of(pp=2, microbatches=1, stages=(2, 4)), frozen=(1, 2))
+    assert plan.has_backward == (True, True, True, True, True, True)
+    plan = replace(plan, frozen=(0, 2))
+    program = compile_step(plan)
+    assert program.has_backward == (False, True, True, True, True, True)
+    assert [describe(i) for i in program.ranks[0]] == [
+        "recv grad u2 m0 from 1", "forward u0 m0 keep=nothing", "forward u1 m0 keep=all", "send act u2 m0 to 1",
+        "send act u1 m0 to 1", "backward u1 m0", "step",
+    ]  # fmt: skip
+    faulty = replace(program, ranks=(tuple(i for i in program.ranks[0] if i != Backward(1, 0)), program.ranks[1]))
+    with pytest.raises(InvalidProgram, match=r"u1 has no backward for m0|never used|kept of m0"):
+        check(faulty)
+    more = replace(program, ranks=((*program.ranks[0][:-1], Backward(0, 0), Step()), program.ranks[1]))
+    with pytest.raises(InvalidProgram, match="kept nothing to go back through"):
+        check(more)
+
+
+def test_a_gradient_may_not_pass_a_stage_in_which_nothing_goes_back():
+    inputs = ((), (), (1,), (2,), (3, 0))
+    taken = list_taken_values(5, inputs)
+    require_way_back("abcde", ((0, 1), (2, 3), (4,)), taken, (True, True, True, True, True))
+    require_way_back("abcde", ((0, 1), (2, 3, 4)), taken, (True, False, False, False, True))
+    with pytest.raises(ConfigError, match=r"the gradient of unit 'a' would pass the stage of unit 'c', .* plan.stages"):
+        require_way_back("abcde", ((0, 1), (2, 3), (4,)), taken, (True, False, False, False, True))
 
 
 def test_a_value_may_not_come_to_a_rank_twice():

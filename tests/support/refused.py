@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.plan.config import LoraConfig, RunConfig
+from superstep.plan.config import FreezeConfig, LoraConfig, RunConfig
 
 
 def config_of(**values) -> RunConfig:
@@ -12,7 +12,7 @@ def config_of(**values) -> RunConfig:
     config = RunConfig()
     for name, value in values.items():
         section, field = name.split("__")
-        table = getattr(config, section) or LoraConfig()
+        table = getattr(config, section) or {"lora": LoraConfig, "freeze": FreezeConfig}[section]()
         config = replace(config, **{section: replace(table, **{field: value})})
     return config
 
@@ -42,6 +42,15 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"model__dropout": 1.0}, None, ["model.dropout = 1.0", "at least 0 and below 1"]),
     ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),
     ({"lora__targets": ("q_prj",)}, None, ["lora.targets: 'q_prj'", "did you mean 'q_proj'?"]),
+    ({"freeze__params": ("*",), "lora__rank": 2}, None, ["freeze with lora", "leave [freeze] out"]),
+    ({"freeze__params": ("*",), "model__experts": 4}, None, ["freeze with model.experts = 4", "leave [freeze] out"]),
+    ({"freeze__params": ()}, None, ["freeze.params is empty", "leave [freeze] out"]),
+    (
+        {"freeze__params": ("model.*", "lm_haed.weight"), "model__tied": False},
+        None,
+        ["freeze.params: 'lm_haed.weight' matches no", "'model.embed_tokens.weight' to 'lm_head.weight'"],
+    ),
+    ({"freeze__params": ("*",)}, None, ["freeze.params = ['*'] freezes every parameter", "leave one out"]),
     ({"lora__rank": 2, "model__experts": 4}, None, ["lora with model.experts = 4", "leave [lora] out"]),
     ({"plan__pp": 0}, None, ["plan.pp = 0", "at least 1"]),
     ({"plan__dp": 0}, None, ["plan.dp = 0", "at least 1"]),

@@ -134,7 +134,7 @@ def build_mesh(
 
     # Without experts their groups would only cost connections.
     shared: dict[Family, ParameterReplicas] = {f: sharers(f) for f in plan.families if f in ("dense", "experts")}
-    # Adapters and statistics lie on the ranks of the dense parameters.
+    # The others lie on the ranks of the dense parameters.
     shared |= {f: shared["dense"] for f in plan.families if f not in shared}
     has_channels = groups.transport.has_channels
     return Mesh(

@@ -141,6 +141,7 @@ class Executor:
         self._needed: Callable[[Instruction], Sequence[Value]] = lambda _: ()
         self._received: Mapping[int, Sequence[Value]] = {}
         self._uses: Mapping[int, int] = {}
+        self._gradient_values: frozenset[int] = frozenset()
         self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
 
     def run(self, context: StepContext) -> RunResult:
@@ -149,6 +150,7 @@ class Executor:
         program, place = context.program, self._machine.mesh.at.pp
         if program is not self._program:
             self._program, self._needed = program, NeededValues(program)
+            self._gradient_values = program.gradient_values
             self._received, self._uses = find_received_values(program, place), program.count_uses(place)
         flight = self._flight = _Flight(
             context,
@@ -270,7 +272,8 @@ class Executor:
         flight = self._flight
         sources = self._machine.sources[unit]
         taken = [self._field(of, m) if isinstance(of, str) else flight.values.use(of, m) for of in sources]
-        inputs = start_graph(taken, sources, has_parameters=bool(self._machine.buffers[unit]))
+        has_parameters, gradient_values = bool(self._machine.buffers[unit]), self._gradient_values
+        inputs = start_graph(taken, sources, has_parameters=has_parameters, gradient_values=gradient_values)
         y = self._compute(unit, m, inputs, keeps_graph=keeps_graph, is_selective=is_selective)
         flight.kept[unit, m] = (inputs, _edge(y) if keeps_graph else None)
         if unit == self._last_unit:
@@ -314,7 +317,7 @@ class Executor:
         if edge is not None:
             torch.autograd.backward(edge, gradient)
         for of, x in zip(self._machine.sources[unit], inputs, strict=True):
-            if isinstance(of, int):
+            if isinstance(of, int) and of in self._gradient_values:
                 assert x.grad is not None
                 self._flight.values.add_gradient(of, m, x.grad)
                 x.grad = None
@@ -325,7 +328,7 @@ class Executor:
         if edge is not None:
             parts = self._machine.parameters[unit], self._machine.sums
             gradients, self._flight.put_off[unit, m] = input_gradients(inputs, edge, gradient, *parts)
-            values = [of for of in self._machine.sources[unit] if isinstance(of, int)]
+            values = [of for of in self._machine.sources[unit] if isinstance(of, int) and of in self._gradient_values]
             if values:  # a unit without them may have the gradient of a field, which nobody takes
                 for value, input_grad in zip(values, gradients, strict=True):
                     self._flight.values.add_gradient(value, m, input_grad)

@@ -67,7 +67,7 @@ def find_mask(path: str, layer: AdaptedLinear, x: Tensor, current: CurrentNoise)
 
 
 def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tuple[UnitSpec, ...]:
-    """The units with adapters.
+    """The units with adapters. Their own parameters are frozen.
 
     Args:
         specs: the model's own.
@@ -79,16 +79,17 @@ def adapt(specs: Sequence[UnitSpec], outline: Outline, lora: LoraConfig) -> tupl
 
 
 def _add_factors(spec: UnitSpec, targets: set[str], lora: LoraConfig) -> UnitSpec:
+    own = {local: replace(param, is_frozen=True) for local, param in spec.params.items()}
     adapted = {
         local.removesuffix(".weight"): param
         for local, param in spec.params.items()
         if local.endswith(".weight") and param.name.removesuffix(".weight") in targets
     }
     if not adapted:
-        return spec
+        return replace(spec, params=own)
     with on_meta():
         module = spec.build()
-    params = dict(spec.params)
+    params = dict(own)
     for path, param in adapted.items():
         a, b = _factors(param, module.get_parameter(f"{path}.weight").shape[1])
         params |= {f"{path}{ENDS['a']}": a, f"{path}{ENDS['b']}": b}

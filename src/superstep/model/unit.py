@@ -7,7 +7,7 @@ Its module takes what the unit before returns, or the outputs and fields that ``
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, SamplePlace
-from superstep.plan.model.outline import Factor
+from superstep.plan.model.outline import Factor, Outline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class ParamSpec:
     """The factor of an adapter; None for the model's own parameter."""
     is_statistic: bool = False
     """Whether it is a running statistic: its update adds its gradient, and nothing else."""
+    is_frozen: bool = False
+    """Whether it is not trained; the run's configuration sets it."""
     stack: tuple[str, ...] = ()
     """Names of the global tensors of one shape along the first dim, such as those of experts; ``name`` is unused then.
     """
@@ -90,6 +92,21 @@ Fields: TypeAlias = Mapping[str, Tensor]
 """A batch by field; ``INPUT`` is the one that a first unit without ``inputs`` takes."""
 
 
+def mark_frozen(specs: Sequence[UnitSpec], outline: Outline) -> tuple[UnitSpec, ...]:
+    """The units with the parameters frozen that are frozen in their outline."""
+    frozen = {p.name for unit in outline.units for p in unit.parameters if p.is_frozen}
+    return tuple(
+        replace(
+            spec,
+            params={
+                local: replace(param, is_frozen=True) if param.name in frozen else param
+                for local, param in spec.params.items()
+            },
+        )
+        for spec in specs
+    )
+
+
 def name_fields(x: Tensor | Fields) -> Fields:
     """The fields of a batch, of which a tensor alone is the input."""
     return {INPUT: x} if isinstance(x, Tensor) else x
@@ -109,13 +126,31 @@ def takes_only_fields(sources: Sequence[Source]) -> bool:
     return all(isinstance(of, str) for of in sources)
 
 
-def start_graph(taken: Sequence[Tensor], sources: Sequence[Source], *, has_parameters: bool) -> list[Tensor]:
+def start_graph(
+    taken: Sequence[Tensor],
+    sources: Sequence[Source],
+    *,
+    has_parameters: bool,
+    gradient_values: Collection[int] | None = None,
+) -> list[Tensor]:
     """A unit's arguments as the leaves of its graph. A value gets a gradient; a field only where the unit has nothing
     else for a graph.
+
+    Args:
+        taken: the arguments.
+        sources: of them.
+        has_parameters: whether the unit has any.
+        gradient_values: the values with a gradient; None means all.
     """
     is_rooted = has_parameters or not takes_only_fields(sources)
+
+    def has_gradient(of: Source) -> bool:
+        if isinstance(of, str):
+            return not is_rooted
+        return gradient_values is None or of in gradient_values
+
     return [
-        x.detach().requires_grad_(x.is_floating_point() and not (isinstance(of, str) and is_rooted))
+        x.detach().requires_grad_(x.is_floating_point() and has_gradient(of))
         for x, of in zip(taken, sources, strict=True)
     ]
 
@@ -182,6 +217,7 @@ class UnitGraph(nn.Module):
             for local, spec in unit.params.items():
                 path, _, leaf = local.rpartition(".")
                 _, param = self.parts.setdefault(spec.name, (spec, module.get_parameter(local)))
+                param.requires_grad_(not spec.is_frozen)
                 setattr(module.get_submodule(path), leaf, param)
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))

@@ -267,6 +267,16 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FreezeConfig:
+    """Parameters that are not trained: they have no gradient and no moments, and nothing is computed backward in front
+    of the first trained unit.
+    """
+
+    params: tuple[str, ...] = ()
+    """Patterns of their names, such as `model.layers.0.*`; `*` stands for any characters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackConfig:
     """Rollback after a step whose loss or gradient norm is not a number, or far above those before it: the step is not
     taken, and the run goes back. The table turns it on, even if empty; without it a loss that is not a number ends the
@@ -363,6 +373,7 @@ class ProposedRun:
     plan: PlanConfig = field(default_factory=PlanConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     lora: LoraConfig | None = None
+    freeze: FreezeConfig | None = None
     rollback: RollbackConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -84,7 +84,7 @@ def _without_unpriced(config: RunConfig) -> RunConfig:
     numerics = replace(config.numerics, exact=False)
     state = replace(config.state, recompute_every=None)
     plan = PlanConfig(prefetch=config.plan.prefetch)
-    return replace(config, numerics=numerics, state=state, lora=None, plan=plan)
+    return replace(config, numerics=numerics, state=state, lora=None, freeze=None, plan=plan)
 
 
 def _list_kept_rules(config: RunConfig) -> Iterator[Rule]:

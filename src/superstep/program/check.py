@@ -1,10 +1,11 @@
 """check: the rules of every program, checked after each pass.
 
 Each rank alone (``_Rank``): every unit's forward once for each microbatch, after its inputs; every backward once, after
-its forward and its whole gradient, and where it has two halves, the weights' after the input's; parameters resident
-where they are used; everything kept, received, fetched or reduced is used by all who take it, and released once. A
-value's gradient is summed from its last reader to its first, so that it has the same bits on every layout. All ranks
-together: sends and receives match on every channel in order, as NCCL delivers them, and no rank waits forever.
+its forward and its whole gradient, and where it has two halves, the weights' after the input's; none where nothing in
+the unit and before it is trained; parameters resident where they are used; everything kept, received, fetched or
+reduced is used by all who take it, and released once. A value's gradient is summed from its last reader to its first,
+so that it has the same bits on every layout. All ranks together: sends and receives match on every channel in order, as
+NCCL delivers them, and no rank waits forever.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class _Rank:
         self.is_reduced = ins.Reduce in kinds
         self.is_replicated = ins.ReduceReplicas in kinds
         self.is_training = bool(kinds & {ins.Backward, ins.BackwardInput})
-        self.taken = program.taken
+        self.taken, self.gradient_values = program.taken, program.gradient_values
         self.uses = program.count_uses(number)
         self.readers = _list_readers(program, number, has_transfers=self.has_transfers)
         self.left: dict[Value, int] = {}
@@ -114,7 +115,8 @@ class _Rank:
         expected = {(u, m) for u in self.own for m in range(self.program.microbatches)}
         yield from (f"u{u} has no forward for m{m}" for u, m in sorted(expected - self.forwarded))
         if self.is_training:
-            yield from (f"u{u} has no backward for m{m}" for u, m in sorted(expected - self.backwarded))
+            backward = {(u, m) for u, m in expected if u + 1 in self.gradient_values}
+            yield from (f"u{u} has no backward for m{m}" for u, m in sorted(backward - self.backwarded))
         yield from (f"what u{u} kept of m{m} is never freed" for u, m in sorted(self.kept))
         yield from (f"u{u} has no backward-weight for m{m}" for u, m in sorted(self.deferred))
         if self.has_transfers:
@@ -207,11 +209,14 @@ class _Rank:
         enough = ("all", "selective") if "recompute" in self.program.passes else ("all", "selective", "input")
         if self.kept.get((unit, m)) not in enough:
             return "the unit kept nothing to go back through"
+        if unit + 1 not in self.gradient_values:
+            return "nothing in the unit and before it is trained"
         if not self._take_gradient(unit + 1, m):
             return "the gradient of the unit's output is not there"
         del self.kept[unit, m]
         self.backwarded.add((unit, m))
-        return next(filter(None, [self._add_gradient(value, m, unit) for value in self.taken[unit]]), "")
+        taken = [value for value in self.taken[unit] if value in self.gradient_values]
+        return next(filter(None, [self._add_gradient(value, m, unit) for value in taken]), "")
 
     def _backward_weight(self, unit: int, m: int) -> str:
         if broken := self._describe_pass(unit, m):
@@ -327,14 +332,15 @@ def _list_readers(program: Program, rank: int, *, has_transfers: bool) -> dict[i
     rank's own units that take it.
     """
     readers: dict[int, list[int]] = {}
-    taken, passing = program.taken, program.passing
+    taken, returning, gradient_values = program.taken, program.returning, program.gradient_values
     for stage in reversed(program.stages_of(rank)):
         is_received = has_transfers and stage + 1 < len(program.stages) and program.placement[stage + 1] != rank
-        for value in passing[stage + 1] if is_received else ():
+        for value in returning[stage + 1] if is_received else ():
             readers.setdefault(value, []).append(LATER)
         for unit in reversed(program.stages[stage]):
             for value in taken[unit]:
-                readers.setdefault(value, []).append(unit)
+                if value in gradient_values:
+                    readers.setdefault(value, []).append(unit)
     return readers
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from superstep.plan.sharding.edges import list_passing_values, list_taken_values
+from superstep.plan.sharding.edges import list_backward_units, list_passing_values, list_taken_values
 from superstep.plan.zero import ZeroStage
 
 Keep = Literal["all", "selective", "input", "nothing"]
@@ -188,7 +188,7 @@ class Program(ZeroStage):
         zero: the ZeRO stage of the program's fetches and reductions.
         passes: the passes applied so far; ``check`` requires only what these promise.
         ranks: the instructions of each pipeline rank, in order.
-        frozen: the units without gradients, which are not reduced.
+        frozen: the units without trained parameters, which are not reduced.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
     """
 
@@ -212,6 +212,22 @@ class Program(ZeroStage):
     def passing(self) -> tuple[tuple[int, ...], ...]:
         """The values that enter each stage from the one before; one more entry, empty, ends them."""
         return list_passing_values(self.stages, self.taken)
+
+    @property
+    def has_backward(self) -> tuple[bool, ...]:
+        """Whether each unit has a backward pass: none in front of the first trained one has."""
+        return list_backward_units(self.taken, [bool(self.list_trained(unit)) for unit in range(len(self.units))])
+
+    @property
+    def gradient_values(self) -> frozenset[int]:
+        """The values with a gradient: what units with a backward pass return."""
+        return frozenset(unit + 1 for unit, has_backward in enumerate(self.has_backward) if has_backward)
+
+    @property
+    def returning(self) -> tuple[tuple[int, ...], ...]:
+        """The values of ``passing`` with a gradient, which goes back the same way."""
+        gradient_values = self.gradient_values
+        return tuple(tuple(value for value in values if value in gradient_values) for values in self.passing)
 
     def count_uses(self, rank: int) -> dict[int, int]:
         """How often a rank uses each value that it computes or receives: in units that take it, and to send it on."""

@@ -18,10 +18,10 @@ class NeededValues:
     """
 
     def __init__(self, program: Program) -> None:
-        passing = program.passing
+        returning = program.returning
         self._forward = program.taken
         self._backward = [
-            (unit + 1, *(value for value in program.taken[unit] if value in passing[stage + 1]))
+            (unit + 1, *(value for value in program.taken[unit] if value in returning[stage + 1]))
             for stage, units in enumerate(program.stages)
             for unit in units
         ]

@@ -1,6 +1,7 @@
 """Passes: functions from Program to Program, each adding one concern.
 
-lower         tasks to units: a stage's forward is its units in order, its backward passes the same in reverse
+lower         tasks to units: a stage's forward is its units in order, its backward passes the same in reverse,
+              without units in which and before which nothing is trained
 recompute     before a backward of a unit that kept only its input, compute the unit again
 transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
 reductions    gradients over dp as soon as they are final; tied and partial gradients after that
@@ -24,10 +25,15 @@ from superstep.program.schedule import Order, StageTask
 Of: TypeAlias = tuple[Wire | None, int, int]
 """A task: the wire of its result, its stage, its microbatch."""
 
+Passing: TypeAlias = Mapping[Wire, Sequence[Sequence[int]]]
+"""The values that pass between each stage and the one before, on each wire."""
+
 
 def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
+    has_backward = plan.has_backward
+
     def keep(unit: int) -> Keep:
-        if not is_training:
+        if not is_training or not has_backward[unit]:
             return "nothing"
         if not plan.recomputed[unit]:
             return "all"
@@ -36,15 +42,16 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
 
     def instructions(task: StageTask) -> Iterator[Instruction]:
         units, m = plan.stages[task.stage], task.microbatch
+        back = [u for u in reversed(units) if has_backward[u]]
         match task.kind:
             case "forward":
                 yield from (ins.Forward(u, m, keep(u)) for u in units)
             case "backward":
-                yield from (ins.Backward(u, m) for u in reversed(units))
+                yield from (ins.Backward(u, m) for u in back)
             case "input":
-                yield from (ins.BackwardInput(u, m) for u in reversed(units))
+                yield from (ins.BackwardInput(u, m) for u in back)
             case "weight":
-                yield from (ins.BackwardWeight(u, m) for u in reversed(units))
+                yield from (ins.BackwardWeight(u, m) for u in back)
 
     return Program(
         units=plan.units,
@@ -80,7 +87,8 @@ def add_transfers(program: Program) -> Program:
     A receive is posted one task ahead of its use, so that it overlaps the compute of the task before.
     """
 
-    stage_of, passing = _stage_of(program), program.passing
+    stage_of = _stage_of(program)
+    passing: Passing = {"act": program.passing, "grad": program.returning}
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
         tasks = [(of, list(members)) for of, members in groupby(instructions, key=lambda i: _task_of(stage_of, i))]
@@ -105,20 +113,20 @@ def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
     return wire, stage_of[i.unit], i.microbatch
 
 
-def _receives(program: Program, passing: Sequence[Sequence[int]], rank: int, task: Of) -> list[Instruction]:
+def _receives(program: Program, passing: Passing, rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     source = stage - 1 if wire == "act" else stage + 1
     if wire is None or not _is_elsewhere(program, source, rank):
         return []
-    return [ins.Recv(wire, value, m, program.placement[source]) for value in passing[max(stage, source)]]
+    return [ins.Recv(wire, value, m, program.placement[source]) for value in passing[wire][max(stage, source)]]
 
 
-def _sends(program: Program, passing: Sequence[Sequence[int]], rank: int, task: Of) -> list[Instruction]:
+def _sends(program: Program, passing: Passing, rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     target = stage + 1 if wire == "act" else stage - 1
     if wire is None or not _is_elsewhere(program, target, rank):
         return []
-    return [ins.Send(wire, value, m, program.placement[target]) for value in passing[max(stage, target)]]
+    return [ins.Send(wire, value, m, program.placement[target]) for value in passing[wire][max(stage, target)]]
 
 
 def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:

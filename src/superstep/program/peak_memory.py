@@ -153,7 +153,7 @@ class _Held:
         self.received = find_received_values(program, rank)
         self.are_params_transient = program.shards_parameters
         self.are_gradients_transient = program.shards_gradients and ins.Reduce in map(type, program.ranks[rank])
-        self.taken = program.taken
+        self.taken, self.gradient_values = program.taken, program.gradient_values
         self.uses = program.count_uses(rank)
         self.left: dict[tuple[int, int], int] = {}
         self.keepers: dict[tuple[int, int], int] = {}
@@ -231,7 +231,7 @@ class _Held:
             self.put("gradient", u, size=self.sizes[u].gradient)
 
     def _put_input_gradient(self, unit: int, m: int) -> None:
-        for value in self.taken[unit]:
+        for value in self.gradient_values.intersection(self.taken[unit]):
             # Other units may have left their gradient of the value. Both exist until this one is added at the end.
             part = (unit,) if ("boundary", "grad", value, m) in self.items else ()
             self.put("boundary", "grad", value, m, *part, size=self.sizes[value].boundary)
@@ -308,10 +308,11 @@ def forwards_in_flight(program: Program) -> tuple[int, ...]:
 
 
 def _most_in_flight(program: Program, rank: int) -> int:
-    first = {units[0] for units in program.stages}
+    has_backward = program.has_backward
+    first = {next((unit for unit in units if has_backward[unit]), None) for units in program.stages}
     count = most = 0
     for i in program.ranks[rank]:
-        # A stage's pass begins, going forward, and ends, going back, at its first unit.
+        # A stage's pass begins, going forward, and ends, going back, at its first unit with a backward pass.
         if isinstance(i, ins.Forward) and i.unit in first:
             count += 1
             most = max(most, count)

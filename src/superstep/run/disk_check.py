@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from superstep.cost.program.buffers import FP32
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
 from superstep.plan.optimizers import state_bytes
@@ -24,7 +25,9 @@ def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:
     Raises:
         ConfigError: they do not fit.
     """
-    state, one = run.config.state, state_bytes(run.config.train.optimizer) * run.trained_numel
+    # Weights beside adapters are not saved.
+    frozen = run.outline.numel - run.trained_numel if run.config.lora is None else 0
+    state, one = run.config.state, state_bytes(run.config.train.optimizer) * run.trained_numel + FP32 * frozen
     to_come = -(-(run.config.train.steps - step) // state.save_every)
     count = max(1, min(to_come, state.keep + 1 - len(checkpoints(folder.checkpoints))))
     free = free_bytes(folder.root)

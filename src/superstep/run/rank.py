@@ -79,7 +79,7 @@ def _restore_position(trainer: CorpusTrainer, world: World, job: TrainJob) -> tu
     lost = job.recovered
     step = None if lost is None else lost.step
     # Snapshots have no frozen weights, and no reference of a loss.
-    is_all_there = job.run.config.lora is None and job.sequence_loss is None
+    is_all_there = "frozen" not in job.run.plan.families and job.sequence_loss is None
     start = None
     position = Position()
     if step is None or not is_all_there:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from superstep.cost.program import lora
-from superstep.cost.program.flops import MFU_CONVENTION
+from superstep.cost.program.flops import FROZEN_CONVENTION, MFU_CONVENTION
 from superstep.launch.ranks import World
 from superstep.observe.events import Fanout, Sink
 from superstep.observe.goodput import GoodputSink
@@ -34,7 +34,9 @@ def open_sink(job: TrainJob, stack: ExitStack, world: World, peak: float | None,
     for name, text in job.files.items():
         write_whole(job.folder.root / name, text)
     against = "no peak is known" if peak is None else f"peak {peak / 1e9:,.0f} GFLOP/s a rank"
-    convention = f"{MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION}; {against}"
+    counted_by = MFU_CONVENTION if job.run.config.lora is None else lora.CONVENTION
+    counted_by = counted_by if job.run.config.freeze is None else FROZEN_CONVENTION
+    convention = f"{counted_by}; {against}"
     display = stack.enter_context(console.open_display(mfu_convention=convention, log_every=observe.log_every))
     opened = Fanout(sinks(observe, job.folder, display, trackers, console.warn))
     counted = GoodputSink(opened, job.folder.metrics, began_at_s=job.began_at_s, earlier_s=job.earlier_s)

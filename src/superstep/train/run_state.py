@@ -14,7 +14,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.checkpoint_dirs import checkpoint_at
 from superstep.state.manifest import Position
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
-from superstep.state.tensor_piece import Kind, TensorPiece, Tensors
+from superstep.state.tensor_piece import Kind, TensorPiece
 from superstep.state.verify import drop_old, is_there
 from superstep.train.run_folder.after_checkpoint import WrittenCheckpoint
 from superstep.train.run_folder.folder_watch import FolderWatch, RunFolderMoved, follow
@@ -23,7 +23,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.snapshot_schedule import SnapshotSchedule
 from superstep.train.weights.initial_weights import fill_start
 from superstep.train.weights.lora_base import files_of, resume_base
-from superstep.train.weights.model import tensor_shapes
+from superstep.train.weights.model import tensors_of
 from superstep.train.weights.publish_weights import publish
 
 Texts = Mapping[str, str]
@@ -56,7 +56,7 @@ class RunState:
         self.watch: FolderWatch | None = None
         self._engine = engine
         self._mesh = engine.mesh
-        self._shapes = tensor_shapes(engine)
+        self._tensors = tensors_of(engine)
         self._identity = identity
         self._files = {**files, FILE: identity_text(identity)} if identity else dict(files)
 
@@ -68,7 +68,7 @@ class RunState:
             StateError: the weights are missing, or belong to another model.
         """
         if folder is not None:
-            self._files |= fill_start(self.run, self._engine, self.peers, folder, self._shapes)
+            self._files |= fill_start(self.run, self._engine, self.peers, folder, self._tensors["weight"])
             self._engine.note_loaded(0)
 
     def load(self, checkpoint: Path) -> Position:
@@ -98,11 +98,6 @@ class RunState:
         """
         return save(place, self._engine.pieces(), position, self.peers, tensors=self._tensors, beside=self._files)
 
-    @property
-    def _tensors(self) -> Tensors:
-        """What a checkpoint has."""
-        return dict.fromkeys(self._engine.state_kinds, self._shapes)
-
     def keep_snapshots(self, memory: SnapshotMemory, recovered: int | None, *, epoch: int = 0) -> Position | None:
         """Start to copy the state into memory that outlives this rank.
 
@@ -116,9 +111,11 @@ class RunState:
             The resumed position, if any.
         """
         snapshots = self._engine.keep_snapshots(memory)
-        slots = self.copies.keep(snapshots, epoch)
+        slots = self.copies.keep(snapshots, epoch, is_whole=self.run.config.freeze is None)
         if recovered is None:
-            snapshots.lay_out(self._engine.pieces(), self._tensors, self._files, self.folder.checkpoints, slots)
+            snapshots.lay_out(
+                self._engine.list_trained_pieces(), self._tensors, self._files, self.folder.checkpoints, slots
+            )
             return None
         position = snapshots.restore(recovered)
         self._engine.note_loaded(position.step)
@@ -174,7 +171,13 @@ class RunState:
             keep: newest snapshots that always stay.
         """
         return publish(
-            self._engine, root, self.peers, shapes=self._shapes, position=position, beside=self._files, keep=keep
+            self._engine,
+            root,
+            self.peers,
+            shapes=self._tensors["weight"],
+            position=position,
+            beside=self._files,
+            keep=keep,
         )
 
     def close(self) -> None:

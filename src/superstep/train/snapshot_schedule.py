@@ -29,15 +29,16 @@ class SnapshotSchedule:
         self.is_flushed = True
         """Whether who owns the memory writes checkpoints from it."""
 
-    def keep(self, snapshots: Snapshots, epoch: int) -> int:
+    def keep(self, snapshots: Snapshots, epoch: int, *, is_whole: bool) -> int:
         """Schedule these snapshots; the slots of their memory.
 
         Args:
             snapshots: of this rank.
             epoch: number of starts by launchers of several hosts; 0 with one launcher.
+            is_whole: whether a snapshot has all that a checkpoint has.
         """
         self.snapshots = snapshots
-        self.is_flushed = epoch == 0
+        self.is_flushed = epoch == 0 and is_whole
         snapshots.turn = epoch << 32
         return HOSTS_SLOTS if epoch else SLOTS
 

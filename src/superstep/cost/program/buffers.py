@@ -31,6 +31,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "experts": unit.experts // mesh.ep,
         "adapters": unit.adapters_on_rank(mesh.tp),
         "statistics": unit.statistics,
+        "frozen": unit.frozen_on_rank(mesh.tp),
     }[family]
     return pad(numel, mesh.shards(family)) if numel else 0
 

@@ -49,6 +49,11 @@ from superstep.plan.sharding.unit_flops import (
 
 MFU_CONVENTION = "3 forward passes; head and full-square attention count, embedding and recomputation do not"
 """The convention of ``model_flops_per_token``, for displays."""
+FROZEN_CONVENTION = (
+    "forward passes, and the products of the backward passes that are computed; head and full-square attention count, "
+    "embedding and recomputation do not"
+)
+"""The same with frozen parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,8 @@ class UnitParameters:
         whole_factors: those that are whole on each tp rank.
         partial_factors: those of them with a cut linear.
         statistics: running statistics, whole on each tp rank.
+        frozen: not trained, cut over tp; they count nowhere else.
+        whole_frozen: those that are whole on each tp rank.
     """
 
     matrices: int
@@ -75,17 +82,24 @@ class UnitParameters:
     whole_factors: int = 0
     partial_factors: int = 0
     statistics: int = 0
+    frozen: int = 0
+    whole_frozen: int = 0
 
     def dense_on_rank(self, tp: int) -> int:
-        """Elements on one tensor-parallel rank, without experts and adapters."""
+        """Trained elements on one tensor-parallel rank, without experts and adapters."""
         return self.matrices // tp + self.whole + self.vectors
 
     def adapters_on_rank(self, tp: int) -> int:
         """Elements of adapters on one tensor-parallel rank."""
         return self.factors // tp + self.whole_factors
 
+    def frozen_on_rank(self, tp: int) -> int:
+        """Elements that are not trained on one tensor-parallel rank."""
+        return self.frozen // tp + self.whole_frozen
+
     def on_rank(self, tp: int, ep: int = 1) -> int:
-        return self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp) + self.statistics
+        trained = self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp) + self.statistics
+        return trained + self.frozen_on_rank(tp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +136,8 @@ class LocalDims:
     V: int
 
 
-_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None, bool]
+_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None, bool, bool]
+"""A parameter's axes, dims and factor, whether it is a statistic, and whether it is frozen."""
 
 
 def local_dims(run: Resolved) -> LocalDims:
@@ -155,7 +170,8 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
     kinds = [
-        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic) for p in owned) for owned in run.outline.owned
+        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic, p.is_frozen) for p in owned)
+        for owned in run.outline.owned
     ]
     for kind in kinds:  # blocks are alike
         if kind not in known:
@@ -164,8 +180,10 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
 
 
 def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
-    own = [(axes, dims) for axes, dims, factor, is_statistic in owned if factor is None and not is_statistic]
-    factors = [(axes, math.prod(dims)) for axes, dims, factor, _ in owned if factor is not None]
+    frozen = [(axes, math.prod(dims)) for axes, dims, *_, is_frozen in owned if is_frozen]
+    trained = [each[:4] for each in owned if not each[4]]
+    own = [(axes, dims) for axes, dims, factor, is_statistic in trained if factor is None and not is_statistic]
+    factors = [(axes, math.prod(dims)) for axes, dims, factor, _ in trained if factor is not None]
     whole = [not rules.cuts_any(axes) for axes, _ in factors]
     # Two for each linear, one after the other: where one is cut, the other meets a part of it.
     beside = [whole[at ^ 1] for at in range(len(whole))]
@@ -181,7 +199,9 @@ def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
             for (_, size), is_whole, is_beside_whole in zip(factors, whole, beside, strict=True)
             if is_whole and not is_beside_whole
         ),
-        statistics=sum(math.prod(dims) for _, dims, _, is_statistic in owned if is_statistic),
+        statistics=sum(math.prod(dims) for _, dims, _, is_statistic in trained if is_statistic),
+        frozen=sum(size for axes, size in frozen if rules.cuts_any(axes)),
+        whole_frozen=sum(size for axes, size in frozen if not rules.cuts_any(axes)),
     )
 
 

@@ -77,11 +77,6 @@ def _lora_linear(run: Resolved, a: Parameter, b: Parameter, d: LocalDims) -> Lor
     )
 
 
-def count_kept_inputs(run: Resolved) -> dict[str, int]:
-    """Elements of adapted linears' inputs, which are kept: by their source."""
-    return {READS[one.linear]: one.rows * one.inputs for one in list_adapted_linears(run)}
-
-
 def count_kept_inner(run: Resolved) -> int:
     return sum(one.rows * one.rank for one in list_adapted_linears(run))
 

@@ -163,6 +163,8 @@ def lay_out(
 
 
 def _family(spec: ParamSpec, rules: Rules) -> Family:
+    if spec.is_frozen:
+        return "frozen"
     if spec.factor is not None:
         return "adapters"
     if spec.is_statistic:

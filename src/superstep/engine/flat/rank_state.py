@@ -97,24 +97,37 @@ class RankState:
         return state_kinds(self.run.config.train.optimizer)
 
     def pieces(self, kinds: Sequence[Kind] | None = None) -> Iterator[TensorPiece]:
-        """This rank's trained state, piece by piece, in the order of the units. ``kinds``: None means all."""
-        return self._pieces(self.state_kinds if kinds is None else kinds, is_frozen=False)
+        """This rank's part of a checkpoint, piece by piece, in the order of the units: its trained state, and frozen
+        weights but for those that adapters are trained beside. ``kinds``: None means all.
+        """
+        has_frozen = self.run.config.lora is None
+        wanted = self.state_kinds if kinds is None else kinds
+        for unit, b in self.each_buffer():
+            if not b.is_frozen:
+                yield from self._pieces(unit, b, wanted)
+            elif has_frozen and "weight" in wanted:
+                yield from self._pieces(unit, b, ("weight",))
+
+    def list_trained_pieces(self) -> Iterator[TensorPiece]:
+        """This rank's trained state."""
+        for unit, b in self.each_buffer():
+            if not b.is_frozen:
+                yield from self._pieces(unit, b, self.state_kinds)
 
     def frozen_pieces(self) -> Iterator[TensorPiece]:
         """This rank's frozen weights, in the compute dtype."""
-        return self._pieces(("weight",), is_frozen=True)
-
-    def _pieces(self, kinds: Sequence[Kind], *, is_frozen: bool) -> Iterator[TensorPiece]:
         for unit, b in self.each_buffer():
-            if b.is_frozen != is_frozen:
-                continue
-            owned = set(self.owned_ranges(unit, b))
-            for kind in kinds:
-                buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
-                for slot, low, high in b.list_slots():
-                    start = slot.start + low - b.start
-                    values = b.view(buffer, slot, low, high)
-                    yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
+            if b.is_frozen:
+                yield from self._pieces(unit, b, ("weight",))
+
+    def _pieces(self, unit: int, b: UnitBuffers, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
+        owned = set(self.owned_ranges(unit, b))
+        for kind in kinds:
+            buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
+            for slot, low, high in b.list_slots():
+                start = slot.start + low - b.start
+                values = b.view(buffer, slot, low, high)
+                yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
 
     def list_trained_buffers(self) -> Iterator[UnitBuffers]:
         """Buffers that the optimizer updates."""

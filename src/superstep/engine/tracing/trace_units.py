@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from superstep.comm.backend import GLOO
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group, Mesh, ParameterReplicas
+from superstep.cost.program.gradient_flow import flow_of
 from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
 from superstep.engine.executor import RankUnits
@@ -70,7 +71,7 @@ def layers_of(run: Resolved, specs: Sequence[UnitSpec], device: Device) -> dict[
 
 
 def _speaking(run: Resolved, specs: Sequence[UnitSpec]) -> Sequence[int]:
-    """The traced units: of our own decoder embedding, the first block of each rule and head."""
+    """The traced units: of our own decoder embedding, the first block of each kind and head."""
     last = len(specs) - 1
     return sorted({_alike(run, unit, last) for unit in range(last + 1)})
 
@@ -79,8 +80,8 @@ def _alike(run: Resolved, unit: int, last: int) -> int:
     """The first unit with the same operations."""
     if run.decoder is None or unit in (0, last):
         return unit
-    rules = [run.decoder.rule(layer) for layer in range(unit)]
-    return 1 + rules.index(rules[-1])
+    kinds = [(run.decoder.rule(layer), flow_of(run, layer + 1)) for layer in range(unit)]
+    return 1 + kinds.index(kinds[-1])
 
 
 @contextmanager
@@ -202,6 +203,7 @@ class _Unit:
         is_selective = run.plan.recompute == "selective" and run.plan.recomputed[unit]
         self._compute = (machine.selective if is_selective else machine.compute)[unit]
         self._targets = _targets(run, machine)
+        self._gradient_values = [number + 1 for number, is_back in enumerate(run.plan.has_backward) if is_back]
         # One document fills the sequence: other documents are not known yet, and would reduce the work.
         starts = torch.zeros(run.plan.microbatch, run.targets_of_row, dtype=torch.long) if run.has_documents else None
         self._sight = replace(machine.sight(starts), place=SamplePlace(is_training=True))
@@ -252,7 +254,12 @@ class _Unit:
         machine, sources = self._machine, self._machine.sources[self._unit]
         passed = [machine.fields[of] if isinstance(of, str) else machine.boundaries[of] for of in sources]
         taken = [torch.zeros(each.shape, dtype=each.dtype) for each in passed]
-        inputs = start_graph(taken, sources, has_parameters=bool(machine.buffers[self._unit]))
+        inputs = start_graph(
+            taken,
+            sources,
+            has_parameters=bool(machine.buffers[self._unit]),
+            gradient_values=self._gradient_values,
+        )
         with self._recorder.noting() as noted:
             y = self._compute(inputs, self._sight)
             if self._unit == len(self._run.plan.units) - 1:

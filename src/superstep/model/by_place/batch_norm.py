@@ -50,7 +50,7 @@ class BatchNorm(nn.Module):
         self.running_mean, self.running_var = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, place: SamplePlace = EVALUATION) -> Tensor:
-        """Normalise by the groups' statistics in training, and by the running ones else.
+        """Normalise by the groups' statistics in training, and by the running ones else, or where these are frozen.
 
         Args:
             x: [B, channels, ...].
@@ -60,7 +60,7 @@ class BatchNorm(nn.Module):
             ConfigError: in training, a group is not whole.
         """
         scale, shift = self.weight.float(), self.bias.float()
-        if not place.is_training:
+        if not (place.is_training and self.running_mean.requires_grad):
             running = self.running_mean.detach().float(), self.running_var.detach().float()
             return F.batch_norm(x, *running, scale, shift, training=False, eps=self.eps)
         if x.is_meta:  # one row, for its shape

@@ -30,6 +30,7 @@ class Parameter:
         is_plain: whether its layer has no forward, hooks or options of its own, so that it can be cut.
         factor: which factor of an adapter it is; None for the model's own.
         is_statistic: whether it is a running statistic.
+        is_frozen: whether it is not trained.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Parameter:
     is_plain: bool = True
     factor: Factor | None = None
     is_statistic: bool = False
+    is_frozen: bool = False
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements on one tensor-parallel rank."""

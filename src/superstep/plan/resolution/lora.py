@@ -18,6 +18,7 @@ from dataclasses import replace
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import LoraConfig
 from superstep.plan.model.outline import Factor, Outline, Parameter
+from superstep.plan.resolution.freeze import freeze_all
 
 ALL_LINEAR = "all-linear"
 PREFIX = "base_model.model."
@@ -79,18 +80,16 @@ def _check(lora: LoraConfig) -> None:
 
 
 def add_lora(outline: Outline, lora: LoraConfig) -> Outline:
-    """The outline with the factors after each unit's own parameters. Raises ConfigError like ``targets_of``."""
+    """The outline with the factors after each unit's own parameters, which are frozen. Raises ConfigError like
+    ``targets_of``.
+    """
     targets = set(targets_of(outline, lora))
+    own = freeze_all(outline)
     units = [
         replace(unit, parameters=(*unit.parameters, *_factors(unit.parameters, targets, lora.rank)))
-        for unit in outline.units
+        for unit in own.units
     ]
     return Outline(tuple(units))
-
-
-def without_adapters(outline: Outline) -> tuple[int, ...]:
-    """The units of an adapted outline without a factor: nothing in them is trained."""
-    return tuple(n for n, unit in enumerate(outline.units) if all(p.factor is None for p in unit.parameters))
 
 
 def _factors(parameters: Sequence[Parameter], targets: set[str], rank: int) -> Iterator[Parameter]:

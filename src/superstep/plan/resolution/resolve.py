@@ -22,13 +22,18 @@ from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.check_ranges import check_ranges
-from superstep.plan.resolution.lora import add_lora, without_adapters
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
+from superstep.plan.resolution.trained_parameters import choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
 from superstep.plan.sample_fields import Counts, SampleFields
 from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_rules
-from superstep.plan.sharding.edges import list_taken_values, require_no_return
+from superstep.plan.sharding.edges import (
+    list_backward_units,
+    list_taken_values,
+    require_no_return,
+    require_way_back,
+)
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
@@ -46,7 +51,7 @@ class Plan(ZeroStage):
         microbatches: of one data-parallel rank in a step.
         microbatch: sequences in a microbatch.
         grain: exact mode's pieces; None in fast mode.
-        families: of the model's parameters. With adapters only these are trained.
+        families: of the model's parameters.
         params: for each unit, the units that own the parameters that it reads: itself, and the embedding for a tied
             head.
         frozen: units without trained parameters.
@@ -82,8 +87,14 @@ class Plan(ZeroStage):
     snapshots: bool = False
 
     def trains(self, family: Family) -> bool:
-        """Whether a family's parameters are trained: with adapters all others stay fixed."""
-        return family == "adapters" or "adapters" not in self.families
+        """Whether a family's parameters are trained."""
+        return family != "frozen"
+
+    @property
+    def has_backward(self) -> tuple[bool, ...]:
+        """Whether each unit has a backward pass: none in front of the first trained one has."""
+        trained = [not set(reads) <= set(self.frozen) for reads in self.params]
+        return list_backward_units(list_taken_values(len(self.units), self.inputs), trained)
 
     def pad_dims(self, parameter: Parameter) -> tuple[int, ...]:
         """A parameter's dims over all ranks together: the model's, with padding."""
@@ -141,10 +152,8 @@ class Resolved:
 
     @property
     def trained_numel(self) -> int:
-        """Elements of trained parameters: the model's, or only its adapters'."""
-        if self.config.lora is None:
-            return self.outline.numel
-        return sum(math.prod(p.dims) for unit in self.outline.units for p in unit.parameters if p.factor is not None)
+        """Elements of trained parameters."""
+        return sum(math.prod(p.dims) for owned in self.outline.owned for p in owned if not p.is_frozen)
 
 
 def divisors(number: int) -> list[int]:
@@ -168,9 +177,7 @@ def resolve(
     outline = outline_of(shape) if shape is not None else outline
     assert outline is not None
     check_ranges(config)
-    if config.lora is not None:
-        _check_lora(config, shape)
-        outline = add_lora(outline, config.lora)
+    outline = choose_trained(config, shape, outline)
     _check_data(config, shape)
     config = replace(config, plan=_fill(config, outline, world, is_ours=shape is not None))
     return Resolved(config=config, decoder=shape, outline=outline, plan=_check_plan(config, shape, outline))
@@ -196,8 +203,9 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
     stages = stages_of(plan, _work(config, shape, outline))
     placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks)
-    require_no_return(outline.names, stages, placement, list_taken_values(len(outline.names), outline.inputs))
-    return Plan(
+    taken = list_taken_values(len(outline.names), outline.inputs)
+    require_no_return(outline.names, stages, placement, taken)
+    made = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
         context=plan.context,
@@ -217,11 +225,13 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         families=_families(config, shape, outline),
         units=outline.names,
         params=outline.reads,
-        frozen=() if config.lora is None else without_adapters(outline),
+        frozen=list_frozen_units(outline),
         recomputed=outline.recomputed,
         inputs=outline.inputs,
         snapshots=config.state.snapshot_every is not None,
     )
+    require_way_back(made.units, stages, taken, made.has_backward)
+    return made
 
 
 def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[Family, ...]:
@@ -229,7 +239,8 @@ def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> 
         "dense": True,
         "experts": bool(shape and shape.moe),
         "adapters": config.lora is not None,
-        "statistics": any(p.is_statistic for unit in outline.units for p in unit.parameters),
+        "statistics": any(p.is_statistic and not p.is_frozen for unit in outline.units for p in unit.parameters),
+        "frozen": any(p.is_frozen for unit in outline.units for p in unit.parameters),
     }
     return tuple(family for family in FAMILIES if has[family])
 
@@ -244,14 +255,6 @@ def _check_data(config: RunConfig, shape: ModelShape | None) -> None:
         raise ConfigError(
             f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
             "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."
-        )
-
-
-def _check_lora(config: RunConfig, shape: ModelShape | None) -> None:
-    if shape is not None and shape.moe is not None:
-        raise ConfigError(
-            f"lora with model.experts = {shape.moe.experts}: adapters are trained beside the linears of dense models "
-            "only; leave [lora] out, or choose a model without experts."
         )
 
 

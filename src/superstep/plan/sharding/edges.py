@@ -44,6 +44,38 @@ def list_passing_values(stages: Sequence[Values], taken: Sequence[Values]) -> tu
     return tuple(map(tuple, entering))
 
 
+def list_backward_units(taken: Sequence[Values], trained: Sequence[bool]) -> tuple[bool, ...]:
+    """Whether each unit has a backward pass: it is trained itself, or takes what a unit with one returns.
+
+    Args:
+        taken: the values that each unit takes.
+        trained: whether each unit reads trained parameters.
+    """
+    has_backward: list[bool] = []
+    for is_trained, values in zip(trained, taken, strict=True):
+        has_backward.append(is_trained or any(has_backward[value - 1] for value in values))
+    return tuple(has_backward)
+
+
+def require_way_back(
+    names: Sequence[str], stages: Sequence[Values], taken: Sequence[Values], has_backward: Sequence[bool]
+) -> None:
+    """Refuse a stage without a backward pass that a gradient would have to pass.
+
+    Raises:
+        ConfigError: naming the unit of the gradient, and those of the stage.
+    """
+    passing = list_passing_values(stages, taken)
+    for stage, units in enumerate(stages):
+        through = [value for value in passing[stage] if value in passing[stage + 1] and has_backward[value - 1]]
+        if through and not any(has_backward[unit] for unit in units):
+            raise ConfigError(
+                f"the gradient of unit '{names[through[0] - 1]}' would pass the stage of unit '{names[units[0]]}', in "
+                "which and before which nothing is trained; set plan.stages so that the stage has a trained unit, or "
+                "plan.pp to 1."
+            )
+
+
 def require_no_return(
     names: Sequence[str], stages: Sequence[Values], placement: Sequence[int], taken: Sequence[Values]
 ) -> None:

@@ -132,6 +132,11 @@ def _base(model: str, cluster: Cluster, request: PlanRequest) -> RunConfig:
             "lora: layouts are ranked for training every weight; leave [lora] out, or price one layout: superstep view "
             f"{model}."
         )
+    if config.freeze is not None:
+        raise ConfigError(
+            "freeze: layouts are ranked for training every weight; leave [freeze] out, or price one layout: superstep "
+            f"view {model}."
+        )
     if config.plan.rules:
         raise ConfigError(f"plan.rules = {dict(config.plan.rules)}: other cuts are not predicted; leave them out.")
     shape = shape_of(config.model, is_priced=True)

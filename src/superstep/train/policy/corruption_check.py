@@ -241,7 +241,7 @@ class Integrity:
     def _look(self) -> list[TensorPiece]:
         """This rank's pieces, the state first. The first call exchanges between ranks which parts they hold."""
         if not self._pieces:
-            pieces = [*self._engine.pieces(), *self._engine.pieces(("gradient",))]
+            pieces = [*self._engine.list_trained_pieces(), *self._engine.pieces(("gradient",))]
             self._pieces = [piece for piece in pieces if piece.values.numel()]
             mine = [part_of(piece) for piece in self._pieces]
             for rank, parts in enumerate(self._peers.gather(mine, list[TensorPart])):

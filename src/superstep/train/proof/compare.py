@@ -169,7 +169,9 @@ class Compare:
     def _piece(self, yard: Yardstick, piece: TensorPiece, values: Tensor) -> Difference:
         whole, ours = self._read(yard.folder, piece), values.double()
         if piece.kind == "weight":
-            start = initial(self._specs[piece.name], piece.shape, self._seed).double()
+            # Frozen weights exist in the compute dtype alone.
+            start = initial(self._specs[piece.name], piece.shape, self._seed).to(values.dtype).double()
+            whole = whole.to(values.dtype).double()
             ours, whole = ours - part_of(start, piece), whole - start
         theirs = part_of(whole, piece)
         # A tensor of zeros in the reference must be zero here.

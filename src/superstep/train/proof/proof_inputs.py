@@ -84,7 +84,7 @@ class Cases:
         folder = self._root / kind
         if folder not in self._known:
             folder.mkdir(parents=True)
-            model = units_of(run) if run.decoder is None or config.lora is not None else run.decoder
+            model = units_of(run) if run.decoder is None or "frozen" in run.plan.families else run.decoder
             clipped = write_reference(model, train, batches, folder, clips=True)
             self._known[folder] = (
                 clipped.clip_norm,

@@ -27,7 +27,7 @@ from superstep.state.checkpoint import load, save
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import TensorPiece
 from superstep.train.lr_schedule import rate
-from superstep.train.weights.model import tensor_shapes, units_of
+from superstep.train.weights.model import tensors_of, units_of
 
 KINDS = ("loss", "gradient", "norm", "weight")
 """Compared kinds, in the order of computation within a step."""
@@ -110,7 +110,7 @@ def write_bits(world: World, run: Resolved, batches: Sequence[Batch], folder: Pa
             bits["loss"] = torch.tensor(result.loss, dtype=torch.float64)
             bits["grad_norm"] = torch.tensor(result.grad_norm, dtype=torch.float64)
             for piece in engine.pieces(["weight"]):
-                bits[f"weight/{piece.name}"] = piece.values.detach().cpu().view(piece.shape).clone()
+                bits[f"weight/{piece.name}"] = piece.values.detach().cpu().float().view(piece.shape).clone()
             save_file(bits, folder / f"{step}.safetensors")
             if step + 1 == stop:
                 _save(engine, world, checkpoint, stop)
@@ -200,7 +200,7 @@ class _Bits:
     def compare(self, pieces: Iterator[TensorPiece]) -> None:
         with safe_open(self._path, framework="pt") as file:
             for piece in pieces:
-                values = piece.values.detach().cpu()
+                values = piece.values.detach().cpu().float()
                 block = file.get_slice(f"{piece.kind}/{piece.name}")[piece.index]
                 self._judge(piece.kind, piece.name, values, block.reshape(-1)[piece.low : piece.low + values.numel()])
 
@@ -239,6 +239,6 @@ def _save(engine: Engine, world: World, place: Path, step: int) -> None:
         engine.pieces(),
         Position(step=step, samples=0, tokens=0),
         RankPeers(world.rank, world.size),
-        tensors=dict.fromkeys(engine.state_kinds, tensor_shapes(engine)),
+        tensors=tensors_of(engine),
         beside={},
     )

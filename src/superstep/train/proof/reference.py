@@ -99,12 +99,11 @@ def unit_steps(
     specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
 ) -> Iterator[ReferenceStep]:
     """The same for a list of units, each after those whose outputs it takes. A loss of their own is divided by the
-    batch's divisor. With adapters, nothing else is trained.
+    batch's divisor.
     """
     forward, parts = _units(specs, train.seed)
-    trained = [part for part in parts if part[0].factor is not None] or parts
     loss_sum = specs[-1].loss or token_losses(train)
-    yield from _steps(forward, trained, loss_sum, train, batches, clips=clips, together=count_together(specs))
+    yield from _steps(forward, parts, loss_sum, train, batches, clips=clips, together=count_together(specs))
 
 
 def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
@@ -187,6 +186,9 @@ def _steps(
     clips: bool,
     together: int = 1,
 ) -> Iterator[ReferenceStep]:
+    frozen, specs = ([part for part in specs if part[0].is_frozen is wanted] for wanted in (True, False))
+    # Weights beside adapters are no part of their state.
+    stored = [] if any(spec.factor is not None for spec, _ in specs) else frozen
     params = [param for _, param in specs]
     optimizer = make_optimizer(train, params)
     clip_norm = train.clip_norm
@@ -227,7 +229,7 @@ def _steps(
             grad_norm=norm,
             clip_norm=clip_norm,
             gradients=gradients,
-            weights={name: x.clone() for spec, p in specs for name, x in spec.views(p.detach())},
+            weights={n: x.clone() for spec, p in (*specs, *stored) for n, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
 

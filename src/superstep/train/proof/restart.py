@@ -87,7 +87,7 @@ def piece_bits(piece: TensorPiece) -> str:
 
 def hash_tensor(values: Tensor) -> str:
     """A hash of a tensor's bits."""
-    return hashlib.blake2b(values.detach().cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(values.detach().cpu().float().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def go_again(

@@ -16,7 +16,7 @@ from superstep.train.run_folder.run_paths import RunFolder, write_whole
 
 # Fields that may not change within a run: weights or cursor would be invalid.
 _FIXED = ("model", "data.source", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens",
-          "data.packed", "data.validation_fraction", "train.seed", "lora")  # fmt: skip
+          "data.packed", "data.validation_fraction", "train.seed", "lora", "freeze")  # fmt: skip
 
 
 def choose(run: Resolved, look: Callable[[Path], object] = glance) -> tuple[Resolved, RunFolder, Path | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,11 +19,12 @@ from superstep.model.axes import units
 from superstep.model.custom.user_model import load_units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
-from superstep.model.unit import UnitSpec, global_specs
+from superstep.model.unit import UnitSpec, global_specs, mark_frozen
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.resolution.resolve import Resolved, resolve
+from superstep.state.tensor_piece import TensorPiece, Tensors
 from superstep.train.weights.user_model import resolve_user_model
 
 
@@ -43,9 +44,11 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
 
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
-    """The units of a run's configuration, with its adapters."""
+    """The units of a run's configuration, with its adapters and what is frozen."""
     specs = load_units(run.config) if run.decoder is None else units(run.decoder)
-    return specs if run.config.lora is None else adapt(specs, run.outline, run.config.lora)
+    if run.config.lora is not None:
+        return adapt(specs, run.outline, run.config.lora)
+    return mark_frozen(specs, run.outline)
 
 
 def model_alone(run: Resolved) -> Resolved:
@@ -81,12 +84,12 @@ def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
 
 def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> float | None:
     """Operations of training on one token, or one target of samples, by ``cost.program.flops.MFU_CONVENTION``; for a
-    user's own units, those that were traced, None without a trace.
+    user's own units and with frozen parameters, those that were traced, None without a trace.
     """
     mesh = run.plan.mesh
     if run.decoder is not None and run.config.lora is not None:
         return lora.flops_per_token(run)
-    if run.decoder is not None:
+    if run.decoder is not None and run.config.freeze is None:
         return model_flops_per_token(run.decoder, run.config.data.sequence_tokens)
     if traced is not None and mesh.tp * mesh.cp > 1:
         # Work that is not cut runs on every rank, and must count once.
@@ -94,9 +97,10 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
         traced = operations(replace(run, plan=whole))
     if traced is None:
         return None
-    return sum(flops(unit.forward) + flops(unit.backward) for unit in traced) / (
-        run.plan.microbatch * run.targets_of_row
+    backward = (
+        flops(unit.backward) for unit, has_backward in zip(traced, run.plan.has_backward, strict=True) if has_backward
     )
+    return (sum(flops(unit.forward) for unit in traced) + sum(backward)) / (run.plan.microbatch * run.targets_of_row)
 
 
 def vocab_of(run: Resolved) -> int:
@@ -107,9 +111,22 @@ def vocab_of(run: Resolved) -> int:
 
 
 def tensor_shapes(engine: Engine) -> dict[str, tuple[int, ...]]:
-    """The shape of every trained global tensor, in the order of the model. Every rank calls this together."""
-    mine = {piece.name: piece.shape for piece in engine.pieces(("weight",))}
+    """The shape of every global tensor in a checkpoint's weights, in the order of the model. Every rank calls this
+    together.
+    """
+    return _gather_shapes(engine, engine.pieces(("weight",)))
+
+
+def tensors_of(engine: Engine) -> Tensors:
+    """The shape of every global tensor in a checkpoint, by kind: frozen ones have weights alone. Every rank calls this
+    together.
+    """
+    trained = _gather_shapes(engine, engine.list_trained_pieces())
+    return {**dict.fromkeys(engine.state_kinds, trained), "weight": tensor_shapes(engine)}
+
+
+def _gather_shapes(engine: Engine, pieces: Iterable[TensorPiece]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for part in gather(mine, dict[str, tuple[int, ...]]):
+    for part in gather({piece.name: piece.shape for piece in pieces}, dict[str, tuple[int, ...]]):
         shapes |= part
     return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}

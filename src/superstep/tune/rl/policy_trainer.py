@@ -180,7 +180,7 @@ class PolicyTrainer(Trainer):
         if self._device.kind != "cpu" or self.run.config.lora is not None:
             return None
         pieces = list(self.pieces(("weight",)))
-        if {piece.name for piece in pieces} != self._shapes.keys():
+        if {piece.name for piece in pieces} != self._tensors["weight"].keys():
             return None
         if any(piece.values.numel() != math.prod(piece.shape) for piece in pieces):
             return None

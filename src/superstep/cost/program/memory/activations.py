@@ -90,10 +90,20 @@ from superstep.cost.program.buffers import (
     zero_stage,
 )
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
-from superstep.cost.program.lora import count_kept_inner, count_kept_inputs, count_kept_outputs
+from superstep.cost.program.gradient_flow import (
+    AFTER,
+    ATTENTION,
+    BETWEEN,
+    GATE,
+    GradientFlow,
+    flow_of,
+    trains_table,
+)
+from superstep.cost.program.lora import READS, count_kept_inner, count_kept_outputs
 from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace, keeps_gate
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import T5_BUCKETS, MoeShape
+from superstep.plan.model.style import NORM_NAMES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.peak_memory import UnitBytes
 
@@ -108,23 +118,25 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     boundary = d.t * d.D * e
     tokens = TOKEN * d.T
     # Of a frozen table nothing goes back.
-    is_trained = run.plan.trains("dense")
-    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and is_trained else tokens
+    trains_embed, trains_head = (trains_table(run, unit) for unit in (0, len(run.outline.units) - 1))
+    embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and trains_embed else tokens
     head = _head(run, d, e)
-    of_block = _block_products(d, e, run)
-    of_head = _head_products(run, d, e) if is_trained else (0, 0)
-    rules = [run.shape.rule(layer) for layer in range(run.shape.layers)]
-    others = _block_selective(d, e, run), boundary, boundary, of_block
-    blocks = {rule: (_block(d, e, run, rule), *others) for rule in dict.fromkeys(rules)}
+    of_head = _head_products(run, d, e) if trains_head else (0, 0)
+    kinds = [(run.shape.rule(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
+    selective = _block_selective(d, e, run)
+    blocks = {
+        kind: (_block(d, e, run, *kind), selective, boundary, boundary, _block_products(d, e, run, kind[1]))
+        for kind in dict.fromkeys(kinds)
+    }
     kept = [
-        (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if is_trained else (0, 0)),
-        *(blocks[rule] for rule in rules),
+        (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if trains_embed else (0, 0)),
+        *(blocks[kind] for kind in kinds),
         (head, head, boundary, boundary, of_head),
     ]
     head_forward, head_backward = head_workspace(run)
     workspaces = [
         (0, 0, 0),
-        *[(*block_workspace(run), input_workspace(run, of_block[1]))] * run.shape.layers,
+        *((*block_workspace(run), input_workspace(run, blocks[kind][-1][1])) for kind in kinds),
         (head_forward, head_backward, max(head_backward, of_head[1])),
     ]
     return tuple(
@@ -132,7 +144,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             params=e * count_fetched_numel(run, unit),
             gradient=gradient_bytes(run) * count_settled_numel(run, unit),
             kept_all=whole,
-            kept_selective=selective,
+            kept_selective=kept_selective,
             kept_input=kept_input,
             product_inputs=products[0],
             product_gradients=products[1],
@@ -141,40 +153,70 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
             backward_workspace=backward,
             input_workspace=backward_input,
         )
-        for unit, (whole, selective, kept_input, passed, products), (forward, backward, backward_input) in zip(
+        for unit, (whole, kept_selective, kept_input, passed, products), (forward, backward, backward_input) in zip(
             rank_parameters(run), kept, workspaces, strict=True
         )
     )
 
 
-def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
+def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: GradientFlow) -> int:
     shape = run.shape
-    inputs = count_kept_inputs(run) if run.config.lora else {"first norm": d.T * d.D, **_inner_inputs(d)}
-    stream = _norm_inputs(run, d) * e + inputs.get("first norm", 0) * e + shape.style.norm_count * d.t * FP32
+    inputs = _product_inputs(d, run, flow)
+    norms = sum(map(flow.reaches, _list_norm_places(run)))
+    stream = _norm_inputs(run, d, flow) * e + inputs.get("first norm", 0) * e + norms * d.t * FP32
     attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
-    qk_norm = d.T * (d.N + d.K) * d.H * e + _head_rows(run, d) * FP32 if shape.qk_norm else 0
+    attention += _norms_of_heads(d, e, run, flow) if shape.qk_norm else 0
+    attention += _sliding(d, e, run, rule) + _bias(d, e, run)
+    if not flow.reaches(ATTENTION):
+        attention = inputs.get("attention", 0) * e
     if shape.moe is None:
-        feed_forward = ((2 + keeps_gate(run)) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
+        feed_forward = (_count_gates(run, flow) * d.Tf * d.F + inputs.get("second norm", 0) + inputs.get("gate", 0)) * e
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
-    attention += qk_norm + _sliding(d, e, run, rule) + _bias(d, e, run)
     return stream + attention + feed_forward + count_kept_inner(run) * e
 
 
-def _norm_inputs(run: Resolved, d: LocalDims) -> int:
+def _product_inputs(d: LocalDims, run: Resolved, flow: GradientFlow) -> dict[str, int]:
+    """Elements of the inputs that products with trained parameters keep, by their source."""
+    every = {
+        "first norm": d.T * d.D,
+        "attention": d.T * d.N * d.H,
+        "second norm": d.Tf * d.D,
+        "gate": d.Tf * d.F,
+    }
+    if run.shape.moe is not None:
+        return every
+    return {source: every[source] for source in every if source in {READS[linear] for linear in flow.linears}}
+
+
+def _count_gates(run: Resolved, flow: GradientFlow) -> int:
+    """How many tensors a feed-forward keeps for its gate: gate, up, and the activation of the gate where it is kept."""
+    if not flow.reaches(GATE):
+        return 0
+    if flow.first < GATE or not keeps_gate(run) or {"gate_proj", "up_proj"} <= flow.layers:
+        return 2 + keeps_gate(run)
+    return 2 if "gate_proj" in flow.layers else 1
+
+
+def _list_norm_places(run: Resolved) -> list[int]:
+    """The places of a block's norms, without those of queries and keys."""
+    places = (0, BETWEEN, BETWEEN, AFTER)
+    return [place for name, place in zip(NORM_NAMES[run.shape.style.norms], places, strict=True) if name is not None]
+
+
+def _norm_inputs(run: Resolved, d: LocalDims, flow: GradientFlow) -> int:
     """Elements of the residual stream, and of what is added to it, that a block's norms and its input keep."""
-    match run.shape.style.norms:
-        case "before":
-            return 2 * d.t * d.D
-        case "around":
-            return 4 * d.t * d.D
-        case "after":  # what enters a product is counted there; the unit's input is kept where it is not the same
-            return (2 if d.t == d.T else 3) * d.t * d.D
+    # A norm before attention keeps the unit's input, which is kept anyway; what enters a product is counted there, and
+    # the unit's input where it is not the same.
+    own = 1 if run.shape.style.norms != "after" or d.t != d.T else 0
+    return (own + sum(place > 0 and flow.reaches(place) for place in _list_norm_places(run))) * d.t * d.D
 
 
-def _head_rows(run: Resolved, d: LocalDims) -> int:
-    """Rows of the norms of queries and keys: of each head, or of each token."""
-    return 2 * d.T if run.shape.style.wide_qk_norm else d.T * (d.N + d.K)
+def _norms_of_heads(d: LocalDims, e: int, run: Resolved, flow: GradientFlow) -> int:
+    rows = {"q": d.N, "k": d.K}
+    reached = [heads for letter, heads in rows.items() if flow.reaches_heads(letter)]
+    scales = len(reached) if run.shape.style.wide_qk_norm else sum(reached)
+    return d.T * sum(reached) * d.H * e + d.T * scales * FP32
 
 
 def _keys(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
@@ -187,11 +229,6 @@ def _keys(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
 
 def _log_sums(d: LocalDims, run: Resolved) -> int:
     return 0 if is_exact(run) and run.kept.exact_scores else d.T * d.N * FP32
-
-
-def _inner_inputs(d: LocalDims) -> dict[str, int]:
-    """Elements of a feed-forward's inputs to products."""
-    return {"second norm": d.Tf * d.D, "gate": d.Tf * d.F}
 
 
 def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
@@ -265,12 +302,19 @@ def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
     return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
 
 
-def _block_products(d: LocalDims, e: int, run: Resolved) -> tuple[int, int]:
+def _block_products(d: LocalDims, e: int, run: Resolved, flow: GradientFlow) -> tuple[int, int]:
     """Inputs of the products, and gradients of their outputs."""
     shape = run.shape
     if run.config.lora:
         inner = count_kept_inner(run)
-        return (sum(count_kept_inputs(run).values()) + inner) * e, (count_kept_outputs(run) + inner) * e
+        inputs = sum(_product_inputs(d, run, flow).values())
+        return (inputs + inner) * e, (count_kept_outputs(run) + inner) * e
+    if run.config.freeze:
+        outputs = {"q_proj": d.T * d.N * d.H, "o_proj": d.T * d.D, "down_proj": d.Tf * d.D}
+        outputs |= dict.fromkeys(("k_proj", "v_proj"), d.T * d.K * d.H)
+        outputs |= dict.fromkeys(("gate_proj", "up_proj"), d.Tf * d.F)
+        gradients = sum(outputs[linear] for linear in flow.linears) * e + _vectors(run, d) * FP32
+        return sum(_product_inputs(d, run, flow).values()) * e, gradients
     vectors = _vectors(run, d)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
@@ -324,6 +368,6 @@ def _head_products(run: Resolved, d: LocalDims, e: int) -> tuple[int, int]:
 def _head(run: Resolved, d: LocalDims, e: int) -> int:
     stream = d.t * d.D * e + d.t * FP32 + d.Tv * d.D * e
     if has_fused_loss(run):
-        is_summed = zero_stage(run).shards_gradients and run.plan.trains("dense")
+        is_summed = zero_stage(run).shards_gradients and trains_table(run, len(run.outline.units) - 1)
         return stream + (d.D * d.V * FP32 if is_summed else 0)
     return stream + d.T * d.V * e

@@ -53,7 +53,7 @@ def rank_groups(plan: Plan) -> Iterator[Sequence[int]]:
     stages = mesh.groups("pp")
     made: list[Iterable[Sequence[int]]] = [[range(mesh.world)], mesh.groups("cp"), mesh.groups("tp")]
     for family in plan.families:
-        if family != "adapters":  # those share the groups of the dense parameters
+        if family in ("dense", "experts"):  # the others share the groups of the dense parameters
             # Parameters and gradients have one each, so that they overlap.
             made += [mesh.shard_groups(family), mesh.shard_groups(family), mesh.replica_groups(family)]
     if "experts" in plan.families:

@@ -68,7 +68,7 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     """Each pipeline rank's bytes of an untrained model of the same layout: its weights, without adapters' factors.
     Beside adapters they are the trainer's own, where each rank has these whole.
     """
-    if run.config.lora is not None and not zero_stage(run, "dense").shards_parameters:
+    if run.config.lora is not None and not zero_stage(run, "frozen").shards_parameters:
         return (0,) * program.pp
     owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
     parts = []

@@ -49,6 +49,7 @@ from __future__ import annotations
 
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims
+from superstep.cost.program.gradient_flow import trains_table
 from superstep.plan.resolution.resolve import Resolved
 
 CHUNK_TOKENS = 512
@@ -64,7 +65,7 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     if is_exact(run):
         return 0, _sum_bytes(run, d, d.V, d.D) + d.T * d.D * FP32
-    rows, is_trained = min(d.Tv, CHUNK_TOKENS), run.plan.trains("dense")
+    rows, is_trained = min(d.Tv, CHUNK_TOKENS), trains_table(run, len(run.outline.units) - 1)
     in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
     if run.shape.style.logit_cap is not None:  # logits after the cap, and their gradient
         in_fp32 = 2 * FP32

@@ -16,11 +16,22 @@ their experts and back (Lepikhin 2020); keys and values go round a ring or heads
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
 
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, has_fused_loss, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims, rank_parameters
-from superstep.cost.program.lora import count_kept_outputs, list_adapted_linears
+from superstep.cost.program.gradient_flow import (
+    ATTENTION,
+    BETWEEN,
+    DOWN,
+    OUTPUT,
+    GradientFlow,
+    flow_of,
+    trains_table,
+)
+from superstep.cost.program.lora import LoraLinear, count_kept_outputs, list_adapted_linears
 from superstep.cost.program.memory.temporaries import CHUNK_TOKENS
 from superstep.cost.program.time.operation import (
     AttentionOperation,
@@ -32,14 +43,15 @@ from superstep.cost.program.time.operation import (
     UnitOperations,
 )
 from superstep.plan.model.attention_rule import AttentionRule
+from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
 
 
 def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on one rank, in model order."""
-    rules = [run.shape.rule(layer) for layer in range(run.shape.layers)]
-    blocks = {rule: _block(run, rule) for rule in dict.fromkeys(rules)}
-    return _embedding(run), *(blocks[rule] for rule in rules), _head(run)
+    kinds = [(run.shape.rule(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
+    blocks = {kind: _block(run, *kind, 1 + kinds.index(kind)) for kind in dict.fromkeys(kinds)}
+    return _embedding(run), *(blocks[kind] for kind in kinds), _head(run)
 
 
 def _embedding(run: Resolved) -> UnitOperations:
@@ -47,7 +59,7 @@ def _embedding(run: Resolved) -> UnitOperations:
     stream = 2 * d.T * d.D * e
     backward = MemoryOperation(kernel="gather", bytes=2 * stream)
     forward: Operations = (MemoryOperation(kernel="gather", bytes=stream),)
-    if not run.plan.trains("dense"):
+    if not trains_table(run, 0):
         cut = run.plan.rules.cut("vocab") is not None and run.plan.mesh.tp > 1
         leave = _seam(run, d.T * d.D * e)[1] if cut else ()
         return UnitOperations(forward=(*forward, *leave), backward=(), weight=(), input_bytes=TOKEN * d.T)
@@ -76,9 +88,11 @@ def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
     )
 
 
-def _block(run: Resolved, rule: AttentionRule) -> UnitOperations:
+def _block(run: Resolved, rule: AttentionRule, flow: GradientFlow, unit: int) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    linears, factors = tuple(_linears(run, d)), tuple(_factors(run))
+    named, adapted = tuple(_linears(run, d)), list_adapted_linears(run)
+    linears = tuple(linear for _, linear in named)
+    factors = tuple(factor for one in adapted for factor in _factors(one))
     attention = _attention(run, d, rule)
     heads = d.T * (d.N + d.K) * d.H
     style = run.shape.style
@@ -86,22 +100,24 @@ def _block(run: Resolved, rule: AttentionRule) -> UnitOperations:
     moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
     moved += 2 * d.T * d.N * d.H if style.query_scale is not None else 0
     moved += 2 * 2 * d.t * d.D if style.residual_scale != 1.0 else 0
-    sent, returned = tuple(_messages(run, d, e, is_backward=False)), tuple(_messages(run, d, e, is_backward=True))
-    owned = rank_parameters(run)[1]
+    sent, returned = tuple(_messages(run, d, e)), tuple(_messages(run, d, e, flow))
+    owned = rank_parameters(run)[unit]
     matrices = owned.matrices // run.plan.mesh.tp + owned.whole + owned.experts // run.plan.mesh.ep
-    if factors:
+    if adapted:
         matrices, moved = owned.adapters_on_rank(run.plan.mesh.tp), moved + 2 * count_kept_outputs(run)
     added = MemoryOperation(kernel="copy", bytes=2 * FP32 * matrices)
     plain = MemoryOperation(kernel="copy", bytes=e * moved)
-    weight: Operations = (*map(_weight_gradient, factors or linears), added)
+    weights = factors or tuple(_pick(named, flow.has_weight_gradient))
+    inputs = (*_pick(named, flow.has_input_gradient), *_pick_inner(adapted, flow))
+    weight: Operations = (*map(_weight_gradient, weights), added)
     # Selective recomputation does everything again but the products and attention.
     again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
     return UnitOperations(
         forward=(*linears, *factors, attention, plain, *sent),
         backward=(
             *again,
-            *map(_input_gradient, (*linears, *factors)),
-            _back(attention),
+            *map(_input_gradient, inputs),
+            *((_back(attention),) if flow.reaches(ATTENTION) else ()),
             *weight,
             MemoryOperation(kernel="copy", bytes=2 * e * moved),
             *returned,
@@ -111,33 +127,57 @@ def _block(run: Resolved, rule: AttentionRule) -> UnitOperations:
     )
 
 
-def _linears(run: Resolved, d: LocalDims) -> Iterator[MatmulOperation]:
+Named: TypeAlias = tuple[tuple[str, ...], MatmulOperation]
+"""Products of one size, and the linears that they are of; of a mixture none is named."""
+
+
+def _pick(named: Sequence[Named], has_gradient: Callable[[str], bool]) -> Iterator[MatmulOperation]:
+    """The products of the linears with a gradient; those of a mixture all have one."""
+    for linears, product in named:
+        count = sum(map(has_gradient, linears)) if linears else product.count
+        if count:
+            yield replace(product, count=count)
+
+
+def _pick_inner(adapted: Sequence[LoraLinear], flow: GradientFlow) -> Iterator[MatmulOperation]:
+    """The products of factors with an input gradient: all second ones."""
+    for one in adapted:
+        first, second = _factors(one)
+        yield from (first, second) if flow.has_input_gradient(one.linear) else (second,)
+
+
+def _linears(run: Resolved, d: LocalDims) -> Iterator[Named]:
     shape = run.shape
-    yield MatmulOperation(rows=d.T, inner=d.D, width=d.N * d.H)
-    yield MatmulOperation(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
-    yield MatmulOperation(rows=d.T, inner=d.N * d.H, width=d.D)
+    yield ("q_proj",), MatmulOperation(rows=d.T, inner=d.D, width=d.N * d.H)
+    yield ("k_proj", "v_proj"), MatmulOperation(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
+    yield ("o_proj",), MatmulOperation(rows=d.T, inner=d.N * d.H, width=d.D)
     if shape.moe is None:
-        yield MatmulOperation(rows=d.Tf, inner=d.D, width=d.F, count=2)
-        yield MatmulOperation(rows=d.Tf, inner=d.F, width=d.D)
+        yield ("gate_proj", "up_proj"), MatmulOperation(rows=d.Tf, inner=d.D, width=d.F, count=2)
+        yield ("down_proj",), MatmulOperation(rows=d.Tf, inner=d.F, width=d.D)
         return
-    yield MatmulOperation(rows=d.m, inner=d.D, width=shape.moe.logits)
+    yield from (((), product) for product in _mixture(run, d, shape.moe))
+
+
+def _mixture(run: Resolved, d: LocalDims, moe: MoeShape) -> Iterator[MatmulOperation]:
+    yield MatmulOperation(rows=d.m, inner=d.D, width=moe.logits)
     # Each expert has its even share of the rows that come here.
-    held = shape.moe.experts // run.plan.mesh.ep
-    rows = d.m * shape.moe.experts_per_token
+    held = moe.experts // run.plan.mesh.ep
+    rows = d.m * moe.experts_per_token
     share = {"rows": rows // held, "count": held} if rows % held == 0 else {"rows": rows, "count": 1}
     yield MatmulOperation(rows=share["rows"], inner=d.D, width=d.F, count=2 * share["count"])
     yield MatmulOperation(rows=share["rows"], inner=d.F, width=d.D, count=share["count"])
-    yield MatmulOperation(rows=d.m, inner=shape.moe.experts_per_token, width=d.D)
-    if shape.moe.shared_experts:
-        inner = shape.moe.shared_experts * d.F
+    yield MatmulOperation(rows=d.m, inner=moe.experts_per_token, width=d.D)
+    if moe.shared_experts:
+        inner = moe.shared_experts * d.F
         yield MatmulOperation(rows=d.m, inner=d.D, width=inner, count=2)
         yield MatmulOperation(rows=d.m, inner=inner, width=d.D)
 
 
-def _factors(run: Resolved) -> Iterator[MatmulOperation]:
-    for one in list_adapted_linears(run):
-        yield MatmulOperation(rows=one.rows, inner=one.inputs, width=one.rank)
-        yield MatmulOperation(rows=one.rows, inner=one.rank, width=one.outputs)
+def _factors(one: LoraLinear) -> tuple[MatmulOperation, MatmulOperation]:
+    return (
+        MatmulOperation(rows=one.rows, inner=one.inputs, width=one.rank),
+        MatmulOperation(rows=one.rows, inner=one.rank, width=one.outputs),
+    )
 
 
 def _attention(run: Resolved, d: LocalDims, rule: AttentionRule) -> AttentionOperation:
@@ -178,18 +218,35 @@ def _inner(run: Resolved, d: LocalDims) -> int:
     return 5 * (rows + d.m * moe.shared_experts) * d.F + (2 + 2 + 3) * rows * d.D
 
 
-def _messages(run: Resolved, d: LocalDims, e: int, *, is_backward: bool) -> Iterator[Operation]:
-    """The messages of one pass; the other has most of them too, in the other direction."""
-    mesh, shape = run.plan.mesh, run.shape
-    regions = ("heads",) if shape.moe else ("heads", "ffn")
-    for region in regions:
-        if run.plan.rules.cut(region) == "tp" and mesh.tp > 1:
-            size = d.T * d.D * e
-            if run.plan.sequence_parallel:
-                yield CollectiveOperation(collective="all-gather", axis="tp", bytes=size)
-                yield CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size)
-            else:
-                yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+def _messages_of_regions(run: Resolved, size: int, flow: GradientFlow | None) -> Iterator[Operation]:
+    """Of regions that are cut over tp. Going back, what a region gives has a whole gradient on each rank, and what it
+    takes has one that is summed over ranks.
+    """
+    for region, (before, last) in REGIONS.items():
+        if run.plan.rules.cut(region) != "tp" or (run.shape.moe and region == "ffn"):
+            continue
+        gives, takes = (flow is None or flow.reaches(place) for place in (last, before))
+        if run.plan.sequence_parallel and gives:
+            yield CollectiveOperation(collective="all-gather", axis="tp", bytes=size)
+        if run.plan.sequence_parallel and takes:
+            yield CollectiveOperation(collective="reduce-scatter", axis="tp", bytes=size)
+        if not run.plan.sequence_parallel and takes:
+            yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=size)
+
+
+REGIONS = {"heads": (0, OUTPUT), "ffn": (BETWEEN, DOWN)}
+"""Regions that are cut over tp: the last place before each, and its own last place."""
+
+
+def _messages(run: Resolved, d: LocalDims, e: int, flow: GradientFlow | None = None) -> Iterator[Operation]:
+    """The messages of a forward pass; or of the backward pass with this flow, which has most of them too, in the other
+    direction.
+    """
+    mesh, shape, is_backward = run.plan.mesh, run.shape, flow is not None
+    if mesh.tp > 1:
+        yield from _messages_of_regions(run, d.T * d.D * e, flow)
+    if flow is not None and not flow.reaches(ATTENTION):
+        return
     if shape.has_wide_qk_norm and mesh.tp > 1:  # of each token's queries and of its keys
         yield CollectiveOperation(collective="all-reduce", axis="tp", bytes=FP32 * d.T, count=2)
     if shape.moe and mesh.ep > 1:
@@ -217,7 +274,7 @@ def _head(run: Resolved) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
     norm, loss, matrix = 4 * d.t * d.D * e, 5 * FP32 * d.Tv * d.V, FP32 * d.D * d.V
     logits = MatmulOperation(rows=d.Tv, inner=d.D, width=d.V)
-    is_trained = run.plan.trains("dense")
+    is_trained = trains_table(run, len(run.outline.units) - 1)
     back = (_input_gradient(logits), *((_weight_gradient(logits),) if is_trained else ()))
     matrix = matrix if is_trained else 0
 
