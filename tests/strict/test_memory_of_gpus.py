@@ -168,6 +168,14 @@ def test_a_peak_of_every_layout_is_its_prediction(pool, name):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
 
 
+@pytest.mark.parametrize("name", [name for name in test_models_on_gpus.LAYOUTS if name.startswith("frozen")])
+def test_a_peak_with_frozen_parameters_is_its_prediction(pool, name):
+    run = of_a_layout(name)
+    ranks = rank_bytes(run, compile_step(run.plan))
+    for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=110):
+        assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
+
+
 def test_ranks_with_more_and_with_fewer_rows_have_the_predicted_peak_in_the_mean(pool):
     """With the model's own router one rank of a stage is 5% above the prediction, and another 4% below it. Each peaks
     at the microbatch with the most rows for it, so that the mean is a little above.

@@ -15,7 +15,7 @@ from superstep.kernels import attention, cpu_library
 from superstep.kernels.compile_cpp import BuildResult
 from superstep.launch.ranks import World
 from superstep.model.unit import initial
-from superstep.plan.config import LoraConfig
+from superstep.plan.config import FreezeConfig, LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_exact import Relay, write_bits
@@ -25,10 +25,13 @@ from superstep.train.weights.model import units_of
 pytestmark = pytest.mark.strict
 
 TOKENS = 32
+FRONT = ("model.embed*", "model.layers.0.*")
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
 
 
-def config(*, router=None, lora=False, documents=False, head_dim=8, exact=False, compute="fp32", dropout=0.0, **plan):
+def config(
+    *, router=None, lora=False, documents=False, head_dim=8, exact=False, compute="fp32", dropout=0.0, freeze=(), **plan
+):
     """A run with heads and experts of widths that kernels for GPUs take."""
     plan = {"layers": small.layers_for(plan), "microbatch": small.microbatch_for(plan)} | plan
     found = small.config(packed=documents, masked=documents, compute=compute, **plan)
@@ -41,6 +44,7 @@ def config(*, router=None, lora=False, documents=False, head_dim=8, exact=False,
         data=replace(found.data, sequence_tokens=TOKENS),
         numerics=replace(found.numerics, exact=exact, exact_chunks=4 if exact else None),
         lora=LORA if lora else None,
+        freeze=FreezeConfig(params=freeze) if freeze else None,
     )
 
 
@@ -86,6 +90,15 @@ LAYOUTS = {
     "lora dp": {"lora": True, "dp": 2, "zero": 3},
     "lora tp": {"lora": True, "tp": 2, "sequence_parallel": True, "zero": 1},
     "lora pp": {"lora": True, "pp": 2, "schedule": "zb-h1"},
+    "frozen pp": {"freeze": FRONT, "pp": 2, "tied": False},
+    "frozen dp bf16": {
+        "freeze": (*FRONT, "*norm.weight", "*.q_proj.*", "*.up_proj.*"),
+        "dp": 2,
+        "zero": 2,
+        "compute": "bf16",
+    },
+    "frozen tp": {"freeze": ("model.embed*", "*.self_attn.*"), "tp": 2, "sequence_parallel": True, "zero": 1},
+    "frozen zero 3": {"freeze": ("model.layers.1.*",), "dp": 2, "zero": 3, "recompute": "full"},
     "documents": {"documents": True, "recompute": "selective"},
     "documents bf16": {"documents": True, "compute": "bf16"},
     "documents ring": {"documents": True, "cp": 2, "context": "ring"},
@@ -108,7 +121,7 @@ def prove_here(rank, world, run, folder):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_gives_the_cpus_losses(pool, tmp_path, name):
     run = resolve(config(**LAYOUTS[name]))
-    model = both_factors_at_work(run) if run.config.lora else run.shape
+    model = both_factors_at_work(run) if run.config.lora else units_of(run) if run.config.freeze else run.shape
     write_reference(model, run.config.train, batches(run), tmp_path)
     found = pool.run(run.plan.mesh.world, prove_here, run, tmp_path, timeout_s=60)
     assert_sound(found)

@@ -113,9 +113,8 @@ class RunState:
         snapshots = self._engine.keep_snapshots(memory)
         slots = self.copies.keep(snapshots, epoch, is_whole=self.run.config.freeze is None)
         if recovered is None:
-            snapshots.lay_out(
-                self._engine.list_trained_pieces(), self._tensors, self._files, self.folder.checkpoints, slots
-            )
+            pieces = self._engine.list_trained_pieces()
+            snapshots.lay_out(pieces, self._tensors, self._files, self.folder.checkpoints, slots)
             return None
         position = snapshots.restore(recovered)
         self._engine.note_loaded(position.step)
