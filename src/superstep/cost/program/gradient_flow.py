@@ -78,7 +78,11 @@ def _layer_of(parameter: Parameter) -> str:
 def _place(run: Resolved, layer: str) -> int:
     before, after, before_inner, after_inner = NORM_NAMES[run.shape.style.norms]
     norms = ((before, 0), (after, BETWEEN), (before_inner, BETWEEN), (after_inner, AFTER))
-    places = {**PLACES, **dict.fromkeys(("q_norm", "k_norm"), ATTENTION), **{name: at for name, at in norms if name}}
+    places = {
+        **PLACES,
+        **dict.fromkeys(("q_norm", "k_norm", "position_bias"), ATTENTION),
+        **{name: at for name, at in norms if name},
+    }
     return places.get(layer, GATE)
 
 
