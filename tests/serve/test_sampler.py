@@ -10,6 +10,7 @@ from superstep.serve.compute.sampler import (
     Draw,
     SamplingContext,
     change_logits,
+    describe,
     draw,
     draw_plain,
     draw_tokens,
@@ -159,7 +160,7 @@ def test_rows_that_are_drawn_together_are_drawn_as_if_alone(monkeypatch):
         noise = gumbel(sampling.seed, position, torch.arange(301))
         assert each.token == int(((row / sampling.temperature).double() + noise).argmax())
         alone = Draw(sampling, NO_CONTEXT, position)
-        assert draw(row, totals, alone, drawn=each) == draw(row, totals, alone)
+        assert describe(each, (), totals, vocab=301, version="") == draw(row, totals, alone)
 
 
 def test_tokens_that_are_drawn_together_are_those_of_each_draw():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from superstep.errors import ConfigError
 from superstep.serve.compute.flat_batch import RequestRows, Rows
-from superstep.serve.compute.sampler import NO_CONTEXT, Draw, SamplingContext, draw
+from superstep.serve.compute.sampler import Draw, SamplingContext, describe, draw
 from superstep.serve.compute.wanted import LogitsRow, RowDraws, read_known, read_wanted
 from superstep.serve.drafting.grammar_protocol import Matcher, Matchers
 from superstep.serve.drafting.speculate import Speculation
@@ -320,7 +320,7 @@ class InferenceEngine:
             if chunk.end < one.known or not own:
                 continue
             # The last known token has a row, and so has each draft token after it.
-            how, rows = one.request.sampling, own[one.known - chunk.end - 1 :]
+            how, rows = one.request.sampling, own if len(own) == 1 else own[one.known - chunk.end - 1 :]
             if not how.is_plain or one.id in self._matcher:
                 if (draw := self._next_draw(one)) is not None:
                     changed[rows[0]] = draw
@@ -328,7 +328,8 @@ class InferenceEngine:
             if how.top_logprobs:
                 tops.update(dict.fromkeys(rows, how.top_logprobs))
             if not how.is_greedy:
-                plain.update((row, (how, one.known + nth)) for nth, row in enumerate(rows))
+                for position, row in enumerate(rows, one.known):
+                    plain[row] = how, position
         return RowDraws(plain, changed, tops)
 
     def _next_draw(self, live: LiveRequest) -> Draw | None:
@@ -345,11 +346,11 @@ class InferenceEngine:
         logits_V, totals, drawn, top = row
         if not (math.isfinite(totals.largest) and math.isfinite(totals.log_total)):
             return None
-        one = self._next_draw(live) if drawn is None else Draw(live.request.sampling, NO_CONTEXT, live.known)
-        if one is None:
-            return None
         version = live.adapter.version_with(self.info.version)
-        return draw(logits_V, totals, one, drawn=drawn, top=top, version=version)
+        if drawn is not None:
+            return describe(drawn, top or (), totals, vocab=self.info.vocab, version=version)
+        one = self._next_draw(live)
+        return None if one is None else draw(logits_V, totals, one, top=top, version=version)
 
     def _of_prompt(
         self,

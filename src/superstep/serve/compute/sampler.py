@@ -172,7 +172,7 @@ def draw_rows(
         _draw_piece(logits_DV[first : first + rows], samplings[first : first + rows], totals)
         for first in range(0, len(samplings), rows)
     ]
-    return SampledTokens(*map(torch.cat, zip(*pieces, strict=True)))
+    return pieces[0] if len(pieces) == 1 else SampledTokens(*map(torch.cat, zip(*pieces, strict=True)))
 
 
 def _draw_piece(logits_DV: Tensor, samplings: Sequence[tuple[Sampling, int]], totals: TotalsOf) -> SampledTokens:
@@ -220,7 +220,6 @@ def draw(
     totals: LogitTotals,
     one: Draw,
     *,
-    drawn: SampledToken | None = None,
     top: Sequence[Sequence[float]] | None = None,
     version: str = "",
 ) -> TokenOutput:
@@ -230,19 +229,18 @@ def draw(
         logits_V: the model's, fp32.
         totals: of the model's own distribution.
         one: the draw.
-        drawn: its result, if it was read with those of other rows.
         top: the row's likeliest tokens, if they were read with those of other rows.
         version: of the weights.
     """
-    if drawn is None and not one.is_plain:
+    if not one.is_plain:
         drawn, top = read_changed(*read_rows(*draw_changed(logits_V, one)))
-    elif drawn is None and one.sampling.is_greedy:
+    elif one.sampling.is_greedy:
         drawn = SampledToken(totals.likeliest, 1, totals.largest, 0.0)
-    elif drawn is None:
+    else:
         drawn = draw_plain(logits_V[None], [(one.sampling, one.position)])[0]
     if top is None:
         top = read_rows(likeliest(logits_V, one.sampling.top_logprobs))[0] if one.sampling.top_logprobs else []
-    return _describe(drawn, top, totals, len(logits_V), version)
+    return describe(drawn, top, totals, vocab=len(logits_V), version=version)
 
 
 def draw_changed(logits_V: Tensor, one: Draw) -> tuple[Tensor, Tensor]:
@@ -279,16 +277,25 @@ def draw_tokens(logits_RV: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     ]
 
 
-def _describe(
-    drawn: SampledToken, top: Sequence[Sequence[float]], totals: LogitTotals, vocab: int, version: str
+def describe(
+    drawn: SampledToken, top: Sequence[Sequence[float]], totals: LogitTotals, *, vocab: int, version: str
 ) -> TokenOutput:
+    """A drawn token and the likeliest ones, with log-probabilities.
+
+    Args:
+        drawn: the token.
+        top: the likeliest tokens, as ``read_rows`` returns them.
+        totals: of the model's own distribution.
+        vocab: tokens of the model.
+        version: of the weights.
+    """
     own = round_logprob(drawn.logit, totals)
     return TokenOutput(
         token=drawn.token,
         logprob=own,
         drawn_logprob=own if drawn.logprob is None else drawn.logprob,
         kept=0 if drawn.finite == vocab else drawn.finite,
-        top=read_likeliest(top, totals),
+        top=read_likeliest(top, totals) if top else (),
         version=version,
     )
 

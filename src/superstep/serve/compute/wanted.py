@@ -78,9 +78,7 @@ def read_wanted(
         parts += draw_changed(rows_V[row], one)
     parts += [likeliest(rows_V[row], count) for row, count in draws.tops.items()]
     if ways:
-        place = {row: at for at, row in enumerate(wanted)}
-        at_D = send(torch.tensor([place[row] for row in draws.plain]), logits_RV.device)
-        parts += draw_rows(logits_RV[at_D], ways, totals)
+        parts += draw_rows(_rows_of(logits_RV, wanted, list(draws.plain)), ways, totals)
     rows, *read = read_rows(*parts)
     rest = iter(read)
     changed = {row: read_changed(next(rest), next(rest)) for row in draws.changed}
@@ -90,6 +88,14 @@ def read_wanted(
         row: LogitsRow(logits_V, each, *changed.get(row, (drawn.get(row), tops.get(row))))
         for (row, logits_V), each in zip(rows_V.items(), read_totals(rows), strict=True)
     }
+
+
+def _rows_of(logits_RV: Tensor, wanted: Sequence[int], some: Sequence[int]) -> Tensor:
+    """The logits of some of the wanted rows, by their numbers; no copy where these are all."""
+    if some == list(wanted):
+        return logits_RV
+    place = {row: at for at, row in enumerate(wanted)}
+    return logits_RV[send(torch.tensor([place[row] for row in some]), logits_RV.device)]
 
 
 def read_known(rows: Sequence[LogitsRow], tokens: Sequence[int], *, top: int, version: str) -> tuple[TokenOutput, ...]:
