@@ -50,8 +50,8 @@ from superstep.engine.parallel.flash_partial import attend_block, attend_block_b
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.kernels import triton_loader
 from superstep.launch.ranks import World, launch
-from superstep.model import experts as grouped
 from superstep.model.axes import units
+from superstep.model.mixture import experts as grouped
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step

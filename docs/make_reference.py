@@ -33,7 +33,7 @@ from superstep.observe.drawing.timeline import draw_text
 from superstep.observe.page.bubble import FORMULAS
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.config_io import section_of, table_entry
-from superstep.plan.model import mla_models, sliding_window_models
+from superstep.plan.model import mla_models
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.lookup import PRICED
 from superstep.plan.model.shape import SHAPES
@@ -173,7 +173,7 @@ def configuration() -> str:
         "`model.name` may be the path of a `config.json` of one of these types. A key that the file leaves out has "
         "the default of transformers. A file is refused if only some of its blocks have experts. `superstep plan` "
         f"prices {_named(PRICED)} and files of the types "
-        f"{_named((*mla_models.KINDS, *sliding_window_models.KINDS))}, but Superstep cannot train them yet. Models "
+        f"{_named(mla_models.KINDS)}, but Superstep cannot train them yet. Models "
         "with layers of a state space, of linear attention, of recurrences or of convolutions can be neither "
         "priced nor trained; their files are refused by name.",
         table(("model_type", "models", "in addition to Llama"), _FAMILIES),
@@ -235,6 +235,12 @@ _FAMILIES = [
         "the same without the cap of scores; norms of queries and keys; layers with a window have another rotary base",
     ),
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
+    (
+        "`gpt_oss`",
+        "gpt-oss",
+        "experts with biases and clamped gates; biases and sinks of attention; a window in every other layer; weights in "
+        "MXFP4 are read",
+    ),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
     ("`superstep_bias`", "only Superstep", "position biases: `model.positions`"),
 ]

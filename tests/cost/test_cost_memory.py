@@ -25,7 +25,7 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.grad_accumulation import GradientSums, input_gradients
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.objective import LossTarget
 from superstep.plan.config import (

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from superstep.cost.program.flops import local_dims, model_flops_per_token, parameters, unit_parameters, unit_work
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import LocalDispatch
+from superstep.model.mixture.expert_dispatch import LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.lookup import shape_of

@@ -12,7 +12,7 @@ from superstep.engine.attention.document_attention import DocumentAttend
 from superstep.engine.exact.attention import ExactAttend, WholeSequence
 from superstep.kernels import attention as kernel
 from superstep.model.decoder import flash
-from superstep.numerics import blockwise_attention
+from superstep.numerics.attention import blockwise_attention
 from superstep.numerics.fixed_point import ACTIVATION
 from superstep.numerics.soft_cap import exact_tanh
 from superstep.plan.model.attention_rule import AttentionRule

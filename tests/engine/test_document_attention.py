@@ -279,7 +279,7 @@ def test_its_results_lie_as_a_compiler_expects(is_compiled, tokens, document):
     strides = []
     for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode:
-            out, lse = document_attention.document_attention(q, k, v, at, None, is_compiled)
+            out, lse = document_attention.document_attention(q, k, v, at, None, None, is_compiled)
             gradients = document_attention._document_attention_backward(out, q, k, v, out, lse, at, None, is_compiled)
         strides.append([x.stride() for x in (out, lse, *gradients)])
     assert strides[0] == strides[1]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from longer import many_ranks
 from superstep.engine.layers.implementation import install
 from superstep.engine.parallel.expert import ExpertParallel, SequenceParts, splitting_tokens
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of

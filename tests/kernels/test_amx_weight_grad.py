@@ -7,7 +7,7 @@ import torch
 
 from superstep.kernels import amx_weight_grad, compile_cpp, cpu_library
 from superstep.kernels.attention import FLAGS
-from superstep.model.experts import add_outer_products
+from superstep.model.mixture.experts import add_outer_products
 from superstep.numerics.accumulate_product import add_product
 
 SIZES = [(1024, 96, 64), (257, 32, 1056), (37, 160, 32), (1, 64, 544), (300, 544, 512), (0, 64, 32)]

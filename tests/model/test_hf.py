@@ -71,6 +71,15 @@ SHARED = replace(EXPERTS, shared_experts=2)
 QWEN_NEXT = replace(
     QWEN35, style=STYLES["qwen3_next"].style, moe=SHARED, ffn=48, delta=replace(QWEN35.delta, is_grouped=True)
 )
+GPT_OSS = replace(
+    MIXTRAL,
+    family="qwen3",
+    qkv_bias=True,
+    window=40,
+    full_layers=(1,),
+    rope_scaling=replace(YARN, truncate=False),
+    style=replace(STYLES["gpt_oss"].style, gate_limit=1.5),
+)
 SHAPES_BY_NAME = {
     "llama": LLAMA,
     "llama-tied": replace(LLAMA, tied=True),
@@ -107,6 +116,8 @@ SHAPES_BY_NAME |= {
     "qwen3.5-tied": replace(QWEN35, full_layers=(0,), tied=True, delta=replace(QWEN35.delta, key_heads=4)),
     "qwen3-next": QWEN_NEXT,
     "qwen3-next-yarn": replace(QWEN_NEXT, full_layers=(0,), rope_scaling=YARN, moe=replace(SHARED, renormalise=False)),
+    "gpt-oss": GPT_OSS,
+    "gpt-oss-plain": replace(GPT_OSS, rope_scaling=None, window=None, full_layers=(), tied=True),
 }
 SHAPE = pytest.mark.parametrize("shape", SHAPES_BY_NAME.values(), ids=SHAPES_BY_NAME)
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.hf import load_weights
-from superstep.model.router import route
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.router import route
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.shape import SHAPES

@@ -53,6 +53,7 @@ OF_KIND = {
     "olmo3": SLIDING,
     "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": SLIDING | {"final_logit_softcapping": 3.0},
+    "gpt_oss": SLIDING | MIXTURE | {"swiglu_limit": 0.5},
     "mistral": {"sliding_window": None},
     "mixtral": MIXTURE,
     "qwen3_moe": MIXTURE | {"moe_intermediate_size": 48},
@@ -253,7 +254,8 @@ def test_every_key_of_transformers_class_is_honoured_harmless_or_refused(kind, t
     assert {"hidden_activation" if "gemma" in kind else "hidden_act", "attention_dropout"} <= {
         key for key, what in found.items() if what == "refused"
     }
-    assert ("sliding_window" in honoured) == (kind in ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text"))
+    windowed = ("mistral", "mixtral", "olmo3", "gemma2", "gemma3_text", "gpt_oss")
+    assert ("sliding_window" in honoured) == (kind in windowed)
     assert ("use_sliding_window" in honoured) == (kind.startswith("qwen") and kind not in LINEAR)
     assert {key for key in DELTA if key.startswith("linear_")} <= honoured or kind not in LINEAR
     assert ("max_window_layers" in honoured) == (kind in ("qwen2", "qwen3"))

@@ -16,8 +16,8 @@ import small
 from plans import examples
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.experts import (
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.experts import (
     GroupedLinear,
     add_outer_products,
     grouped_linear,
@@ -26,8 +26,8 @@ from superstep.model.experts import (
     products,
     sort_by_expert,
 )
+from superstep.model.mixture.router import NOBODY
 from superstep.model.moe import MixtureOfExperts
-from superstep.model.router import NOBODY
 from superstep.model.unit import global_specs, global_tensors, initial, parameters
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import ModelConfig, TrainConfig

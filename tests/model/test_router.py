@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plans import examples
-from superstep.model.moe import Gate
-from superstep.model.router import (
+from superstep.model.mixture.router import (
     NOBODY,
     balance_loss,
     choices,
@@ -22,6 +21,7 @@ from superstep.model.router import (
     within_capacity,
     z_loss,
 )
+from superstep.model.moe import Gate
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 

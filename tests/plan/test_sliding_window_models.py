@@ -1,4 +1,4 @@
-"""Models some of whose layers see a window: priced by how many tokens each layer sees."""
+"""Models some of whose layers see a window: gpt-oss by name and by file, and the price of what each layer sees."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.network import usual_cluster
 from superstep.plan.config import ModelConfig
+from superstep.plan.model.axes import outline_of
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import PRICED, shape_of
+from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import SHAPES
 
 KINDS = ["sliding_attention", "full_attention"]
@@ -26,7 +27,12 @@ GPT_OSS = {
     "hidden_size": 2880, "intermediate_size": 2880, "layer_types": KINDS * 18, "max_position_embeddings": 131072,
     "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 36, "num_key_value_heads": 8,
     "num_local_experts": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "vocab_size": 201088,
+    "tie_word_embeddings": False, "vocab_size": 201088, "experts_per_token": 4, "initial_context_length": 4096,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
 }  # fmt: skip
 
 
@@ -37,7 +43,7 @@ def read(tmp_path):
     def read(raw):
         path = tmp_path / "config.json"
         path.write_text(json.dumps(raw))
-        return shape_of(ModelConfig(name=str(path)), is_priced=True)
+        return shape_of(ModelConfig(name=str(path)))
 
     return read
 
@@ -59,17 +65,16 @@ def attention_s(shape, tokens):
 
 @pytest.mark.parametrize(("name", "published"), [("gpt-oss-120b", 116.83e9), ("gpt-oss-20b", 20.91e9)])
 def test_a_models_parameters_are_those_that_were_published(name, published):
-    shape = shape_of(ModelConfig(name=name), is_priced=True)
-    assert parameters(shape) == pytest.approx(published, rel=0.001)
-    with pytest.raises(ConfigError, match=f"'{name}' has learned sinks of attention, which superstep plan can price"):
-        shape_of(ModelConfig(name=name))
+    assert parameters(SHAPES[name]) == outline_of(SHAPES[name]).numel == pytest.approx(published, rel=0.0003)
 
 
 def test_a_config_json_is_read_as_the_named_model(read):
-    assert read(GPT_OSS) == PRICED["gpt-oss-120b"]
+    assert read(GPT_OSS) == SHAPES["gpt-oss-120b"]
     assert read(GPT_OSS | {"layer_types": [*KINDS[:1] * 35, KINDS[1]]}).full_layers == (35,)
-    with pytest.raises(ConfigError, match="lets all layers slide"):
-        read(GPT_OSS | {"layer_types": KINDS[:1] * 36})
+    with pytest.raises(ConfigError, match="experts_per_token = 2 is not supported; it must be 4"):
+        read(GPT_OSS | {"experts_per_token": 2})
+    with pytest.raises(ConfigError, match=r"quantization_config = .* is not supported"):
+        read(GPT_OSS | {"quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(ConfigError, match="each must be 'full_attention' or 'sliding_attention'"):
         read(GPT_OSS | {"layer_types": ["linear_attention"] * 36})
 
@@ -89,5 +94,5 @@ def test_a_layer_costs_what_it_sees(read):
 
 
 def test_more_layers_keep_the_share_that_slide():
-    shapes = [shape_of(ModelConfig(name="gpt-oss-20b", layers=layers), is_priced=True) for layers in (6, 1)]
+    shapes = [shape_of(ModelConfig(name="gpt-oss-20b", layers=layers)) for layers in (6, 1)]
     assert [(shape.layers, shape.full_layers) for shape in shapes] == [(6, (1, 3, 5)), (1, (0,))]

@@ -16,7 +16,7 @@ from superstep.cli.prove import served as verb
 from superstep.errors import ConfigError
 from superstep.launch.ranks import launch_on
 from superstep.model.rope import Rope
-from superstep.numerics import invariant_attention
+from superstep.numerics.attention import invariant_attention
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate

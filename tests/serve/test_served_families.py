@@ -10,8 +10,8 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
 from superstep.model.unit import global_tensors
-from superstep.plan.model.shape import SHAPES
-from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
+from superstep.plan.model.shape import SHAPES, dropless
+from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, BlockStyle
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
@@ -28,6 +28,7 @@ FAMILIES = {
     "granite": replace(
         TINY, style=BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)
     ),
+    "gpt_oss": replace(SLIDING, qkv_bias=True, moe=dropless(4, 2), style=replace(GPT_OSS, gate_limit=1.5)),
     "qwen3, mixed": replace(SLIDING, qk_norm=True),
 }
 FAMILY = pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)

@@ -46,7 +46,7 @@ def test_its_results_lie_as_a_compiler_expects(dtype, starts):
     strides = []
     for mode in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
         with mode:
-            results = document_attention(*qkv, starts, None, is_compiled=False)
+            results = document_attention(*qkv, starts, None, None, is_compiled=False)
         strides.append([x.stride() for x in results])
     assert strides[0] == strides[1]
 

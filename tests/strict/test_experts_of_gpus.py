@@ -15,10 +15,10 @@ from superstep.comm.mesh import build_mesh
 from superstep.engine.engine import Engine
 from superstep.engine.parallel.expert import ExpertParallel
 from superstep.engine.values.microbatch import microbatches
-from superstep.model import experts
 from superstep.model.axes import units
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.experts import Experts, add_outer_products, grouped_linear, products, sort_by_expert
+from superstep.model.mixture import experts
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.experts import Experts, add_outer_products, grouped_linear, products, sort_by_expert
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of

@@ -16,8 +16,9 @@ from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.launch import ranks
-from superstep.model import expert_dispatch, experts, fused_attention
+from superstep.model import fused_attention
 from superstep.model.axes import units
+from superstep.model.mixture import expert_dispatch, experts
 from superstep.plan.config import ModelConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import TIMEOUT

@@ -25,7 +25,7 @@ from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.errors import ConfigError
 from superstep.kernels import triton_loader
 from superstep.model import moe
-from superstep.model.router import route
+from superstep.model.mixture.router import route
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.style import GEMMA, OLMO, BlockStyle

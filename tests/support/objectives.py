@@ -13,7 +13,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import CROSS_ENTROPY

@@ -104,6 +104,11 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["plan.cp = 2 cuts data.sequence_tokens = 8 into 4 runs of 2", "reads 3 tokens", "to 12 or more"],
     ),
     (
+        {"model__name": "gpt-oss-20b", "model__shared_experts": 1},
+        None,
+        ["model.shared_experts = 1 with biases of experts", "leave model.shared_experts out"],
+    ),
+    (
         {"model__name": "olmo2-7b", "model__qk_norm": False},
         None,
         ["model.qk_norm = false: no model family has such blocks; leave it out"],

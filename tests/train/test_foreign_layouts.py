@@ -13,7 +13,7 @@ from superstep.launch.ranks import World
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import DeltaShape, dropless
-from superstep.plan.model.style import GEMMA, OLMO, QWEN_NEXT, BlockStyle
+from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
@@ -36,6 +36,13 @@ OF = {
         "full_layers": (1,),
         "style": replace(GEMMA, local_theta=500.0, query_scale=0.25),
     },
+    "gpt_oss": {
+        "qkv_bias": True,
+        "window": 6,
+        "full_layers": (1,),
+        "moe": dropless(4, 2, 0.01),
+        "style": replace(GPT_OSS, gate_limit=0.5),
+    },
     "granite": {
         "style": BlockStyle(embedding_scale=6.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0),
     },
@@ -49,7 +56,8 @@ OF = {
     },
 }
 LINEAR = ("qwen3_5_text", "qwen3_next")
-FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite")
+OF["gpt_oss, full"] = OF["gpt_oss"] | {"window": None, "full_layers": ()}
+FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "gpt_oss")
 EVERY = (
     {"dp": 2, "zero": 3, "recompute": "selective"},
     {"tp": 2, "recompute": "full"},
@@ -70,6 +78,11 @@ LAYOUTS = [
     ("qwen3", {"cp": 2, "context": "ulysses"}),
     *((kind, plan) for kind in FAMILIES for plan in EVERY),
     *((kind, plan) for kind in LINEAR for plan in (*EVERY, {"cp": 2, "recompute": "full"})),
+    ("gpt_oss", {"dp": 2, "ep": 2}),
+    ("gpt_oss", {"tp": 2, "ep": 2, "recompute": "selective"}),
+    ("gpt_oss", {"cp": 2}),
+    ("gpt_oss, full", {"cp": 2}),
+    ("gpt_oss, full", {"cp": 2, "context": "ulysses", "recompute": "selective"}),
 ]
 
 
@@ -91,7 +104,7 @@ def _prove_all(rank, world, cases):
 def test_every_kind_of_layout_computes_what_one_device_does(pool, tmp_path):
     for kind in OF:
         run = resolve(_config(kind, tmp_path))
-        assert run.shape.qkv_bias == (kind == "qwen2")
+        assert run.shape.qkv_bias == (kind == "qwen2" or kind.startswith("gpt_oss"))
         assert run.shape.window == OF[kind].get("window")
         (tmp_path / kind).mkdir()
         torch.set_num_threads(1)

@@ -30,7 +30,7 @@ from superstep.engine.parallel.noise import find_held, find_place
 from superstep.engine.step_context import StepContext
 from superstep.engine.token_metrics import sees_part
 from superstep.engine.values.value_shapes import find_shapes
-from superstep.model.expert_dispatch import ExpertDispatch
+from superstep.model.mixture.expert_dispatch import ExpertDispatch
 from superstep.model.unit import Fields, Source, UnitSpec, list_sources, takes_only_fields
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import RangeExcess

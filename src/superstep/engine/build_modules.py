@@ -27,8 +27,8 @@ from superstep.engine.parallel.tensor import own_part
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.model.by_place.dropout import run_with_noise
 from superstep.model.decoder import Head
-from superstep.model.expert_dispatch import ExpertDispatch
 from superstep.model.meta import on_meta
+from superstep.model.mixture.expert_dispatch import ExpertDispatch
 from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
 from superstep.numerics.noise import CurrentNoise, FindHeld

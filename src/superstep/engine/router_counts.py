@@ -15,7 +15,7 @@ from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Mesh
 from superstep.engine.parallel.expert import build_exchange
 from superstep.engine.step_context import StepContext
-from superstep.model.expert_dispatch import DispatchContext, LayerRouterCounts
+from superstep.model.mixture.expert_dispatch import DispatchContext, LayerRouterCounts
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
 

@@ -60,7 +60,7 @@ def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSp
     std = shape.init_std / (math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else 1.0)
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
         std = 0.0  # without signal and with noise alone the load starts even (Shazeer 2017, appendix A)
-    if axes[0] != "experts":
+    if axes[0] != "experts" or shape.style.expert_biases:  # the latter are stored as one tensor
         return _delta_spec(shape, _spec(name, axes, std, shape.style.norm_offset), local)
     assert shape.moe is not None
     start, end = name.split(".experts.")
@@ -82,7 +82,9 @@ def _delta_spec(shape: ModelShape, spec: ParamSpec, local: str) -> ParamSpec:
 
 
 def _spec(name: str, axes: Axes, std: float, offset: float = 0.0) -> ParamSpec:
-    """Matrices start normal, the weights of norms as ones, or zeros where one is added, and biases as zeros."""
-    start = 0.0 if name.endswith(".bias") or offset else None
-    cut = tuple(CUT_AS.get(axis, axis) for axis in axes)
-    return ParamSpec(name=name, axes=cut, std=std if len(axes) > 1 else start)
+    """Matrices and sinks start normal, weights of norms as ones, or zeros where one is added, and biases as zeros."""
+    cuts = tuple(CUT_AS.get(axis, axis) for axis in axes)
+    if name.endswith("bias"):
+        return ParamSpec(name=name, axes=cuts, std=0.0)
+    is_norm = len(axes) == 1 and axes != ("sinks",)
+    return ParamSpec(name=name, axes=cuts, std=(0.0 if offset else None) if is_norm else std)

@@ -1,4 +1,4 @@
-"""A decoder of the Llama, Mistral, Qwen, OLMo, Gemma and Granite families, as one would write it for one device.
+"""A decoder of the families in ``plan.model.hf_families``, as one would write it for one device.
 
 ``plan.model.style`` says how the blocks of a family differ from Llama's. The decoder has no parallelism. Two
 conventions let ``engine`` shard the modules from outside. The number of heads is read from the projection's output,
@@ -22,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from superstep.kernels.position_bias import Bias
-from superstep.model.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.feedforward import FeedForward
 from superstep.model.fused_attention import expand_heads, fused_attention
 from superstep.model.mixers.gated_delta import GatedDelta, Scan
+from superstep.model.mixture.expert_dispatch import ExpertDispatch, LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.norm import RMSNorm
 from superstep.model.position_bias import make_position_bias
 from superstep.model.rope import Rope, layer_ropes
-from superstep.numerics.blockwise_attention import attend_blockwise
+from superstep.model.sinks import AttentionSinks, OutputBias
+from superstep.numerics.attention.blockwise_attention import attend_blockwise
 from superstep.numerics.soft_cap import soft_cap
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.model.shape import ModelShape
@@ -41,21 +42,33 @@ class Attend(Protocol):
     """Causal attention by a layer's rule. Each key and value head serves N / K neighbouring query heads."""
 
     def __call__(
-        self, q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None, /
+        self,
+        q_BSNH: Tensor,
+        k_BSKH: Tensor,
+        v_BSKH: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | None = None,
+        sinks_BSN: Tensor | None = None,
+        /,
     ) -> Tensor:
-        """The attention output: [B, S, N, H]."""
+        """The attention output: [B, S, N, H]. Each query's softmax has its sink, if there are any."""
 
 
 def flash(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None
+    q_BSNH: Tensor,
+    k_BSKH: Tensor,
+    v_BSKH: Tensor,
+    rule: AttentionRule = PLAIN,
+    bias: Bias | None = None,
+    sinks_BSN: Tensor | None = None,
 ) -> Tensor:
-    """Torch's fused attention: the scores are never whole in memory (Dao 2022). Scores with a soft cap or a bias, which
-    it does not have, are computed for a block of queries at a time.
+    """Torch's fused attention: the scores are never whole in memory (Dao 2022). Soft caps, biases and sinks, which it
+    does not have, are computed for a block of queries at a time.
     """
     window = rule.window_in(q_BSNH.shape[1])
-    if rule.soft_cap is not None or bias is not None:
-        tensor = None if bias is None else bias.tensor
-        return attend_blockwise(q_BSNH, k_BSKH, v_BSKH, window=window, soft_cap=rule.soft_cap, bias=tensor)
+    if rule.soft_cap is not None or bias is not None or sinks_BSN is not None:
+        qkv, tensor = (q_BSNH, k_BSKH, v_BSKH), None if bias is None else bias.tensor
+        return attend_blockwise(*qkv, window=window, soft_cap=rule.soft_cap, bias=tensor, sinks_BSN=sinks_BSN)
     if window is not None:
         return sliding_attention(q_BSNH, k_BSKH, v_BSKH, window)
     q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
@@ -109,6 +122,8 @@ class Attention(nn.Module):
             self.add_module(name, norm)
         self.gate_fn = nn.Sigmoid() if self.has_gate else nn.Identity()
         self.position_bias = make_position_bias(shape)
+        self.sinks = AttentionSinks(shape.heads) if shape.style.attention_sinks else None
+        self.out_bias = OutputBias(shape.width) if shape.style.out_bias else None
 
     def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         B, S, _ = x_BSD.shape
@@ -123,15 +138,16 @@ class Attention(nn.Module):
             q_BSNH, k_BSKH = self.q_norm(q.reshape(heads)), self.k_norm(k.view(heads))
         if self.query_factor != 1.0:  # attention divides by sqrt(head_dim)
             q_BSNH = q_BSNH * self.query_factor
-        if self.position_bias is None:
+        bias = None if self.position_bias is None else self.position_bias(q_BSNH)
+        sinks = None if self.sinks is None else self.sinks(q_BSNH)
+        if bias is None:
             q_BSNH, k_BSKH = self._rotate(q_BSNH, positions), self._rotate(k_BSKH, positions)
-            out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule)
-        else:
-            out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule, self.position_bias(q_BSNH))
+        others = () if bias is None and sinks is None else (bias, sinks)
+        out_BSNH = (attend or flash)(q_BSNH, k_BSKH, v_BSKH, self.rule, *others)
         if gate is not None:
             out_BSNH = out_BSNH * self.gate_fn(gate)
         out_BSD: Tensor = self.o_proj(out_BSNH.flatten(2))
-        return out_BSD
+        return out_BSD if self.out_bias is None else self.out_bias(out_BSD)
 
     def _rotate(self, x_BSNH: Tensor, positions: Tensor | None) -> Tensor:
         if self.rotated == self.head_dim:

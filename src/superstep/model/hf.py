@@ -4,6 +4,8 @@ folder/config.json
 folder/model.safetensors                           all tensors, or
 folder/model.safetensors.index.json                the file of each tensor, and
 folder/model-00001-of-00004.safetensors ...        those files
+
+Tensors in MXFP4 are read as bf16 (``model.mxfp4``), and never written.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import StateError
+from superstep.model.mxfp4 import with_mxfp4
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.shape import ModelShape
 
@@ -92,7 +95,7 @@ def open_weights(path: Path) -> Weights:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
     except (SafetensorError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
-    return Weights(path, {name: file for file in opened for name in file.keys()})  # noqa: SIM118
+    return Weights(path, with_mxfp4({name: file for file in opened for name in file.keys()}))  # noqa: SIM118
 
 
 def require_regular(file: Path) -> None:

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.model.expert_dispatch import ExpertDispatch, LayerRouterCounts
-from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
-from superstep.model.router import NOBODY, Routing, choices, noise_width, route
+from superstep.model.mixture.biased_experts import BiasedExperts
+from superstep.model.mixture.expert_dispatch import ExpertDispatch, LayerRouterCounts
+from superstep.model.mixture.experts import Experts
+from superstep.model.mixture.router import NOBODY, Routing, choices, noise_width, route
 from superstep.numerics.sending import send
 from superstep.plan.model.shape import ModelShape
 
@@ -41,10 +42,13 @@ class Gate(nn.Module):
         spare = shape.moe.logits - shape.moe.experts
         self.spread = nn.Parameter(torch.empty(spare, shape.width).normal_(0.0, std)) if spare else None
         """noisy-topk: of the noise, for each expert (Shazeer 2017, eq. 4)."""
+        self.bias = nn.Parameter(torch.zeros(shape.moe.experts)) if shape.style.expert_biases else None
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         """[B, s, moe.logits]."""
         logits_BsE = wide_linear(x_BsD, self.weight)
+        if self.bias is not None:
+            logits_BsE = logits_BsE + self.bias.to(logits_BsE.dtype)
         return logits_BsE if self.spread is None else torch.cat((logits_BsE, wide_linear(x_BsD, self.spread)), -1)
 
 
@@ -83,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         assert shape.moe is not None
         self.moe, self.layer = shape.moe, layer
         self.gate = Gate(shape)
-        self.experts = Experts(shape.moe.experts, shape.width, shape.ffn)
+        self.experts = _make_experts(shape, shape.moe.experts)
         shared = shape.moe.shared_experts
         # Shared experts all process the same tokens, so they are one wide expert.
         self.shared_experts = FeedForward(shape.width, shared * shape.ffn) if shared else None
@@ -128,6 +132,13 @@ class MixtureOfExperts(nn.Module):
             ),
         )
         return routing
+
+
+def _make_experts(shape: ModelShape, experts: int) -> Experts | BiasedExperts:
+    if not shape.style.expert_biases:
+        return Experts(experts, shape.width, shape.ffn)
+    assert shape.style.gate_limit is not None
+    return BiasedExperts(experts, shape.width, shape.ffn, shape.style.gate_slope, shape.style.gate_limit)
 
 
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:

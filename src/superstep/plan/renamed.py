@@ -8,7 +8,7 @@ RENAMED = {
     "superstep.tune.rl.trainer": "superstep.tune.rl.policy_trainer",
     "superstep.model.any": "superstep.model.custom.units_from_modules",
     "superstep.model.inspect": "superstep.model.custom.inspect",
-    "superstep.model.exchange": "superstep.model.expert_dispatch",
+    "superstep.model.exchange": "superstep.model.mixture.expert_dispatch",
     "superstep.model.source": "superstep.model.custom.user_model",
     "superstep.hardware.text": "superstep.hardware.cluster_file",
     "superstep.program.memory": "superstep.program.peak_memory",

@@ -10,7 +10,7 @@ from pathlib import Path
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.cost.serve import ComputeMode
-from superstep.numerics.invariant_attention import BLOCK
+from superstep.numerics.attention.invariant_attention import BLOCK
 from superstep.serve.compute.draft_model import DraftModel
 from superstep.serve.compute.paged_attention import FAST_BLOCK
 from superstep.serve.compute.runner.model_runner import ModelRunner

@@ -30,6 +30,9 @@ class DecoderNumbers:
         tied: 1 where embedding and head share their matrix.
         biases: 1 where products and norms have biases.
         qkv_biases: 1 where queries, keys and values alone have.
+        out_biases: 1 where the product after attention has.
+        expert_biases: 1 where experts and their router have.
+        sinks: 1 where attention has a sink for each head.
         wide_norms: 1 where queries and keys have norms over all heads.
         norms: of a layer, on the residual stream.
         dropout: 1 where the model drops activations.
@@ -65,6 +68,9 @@ class DecoderNumbers:
     key_rank: Array
     frozen: Array
     qkv_biases: Array = field(default_factory=lambda: np.zeros(()))
+    out_biases: Array = field(default_factory=lambda: np.zeros(()))
+    expert_biases: Array = field(default_factory=lambda: np.zeros(()))
+    sinks: Array = field(default_factory=lambda: np.zeros(()))
     wide_norms: Array = field(default_factory=lambda: np.zeros(()))
     norms: Array = field(default_factory=lambda: np.full((), 2.0))
     imbalance: Array = field(default_factory=lambda: np.ones(()))
@@ -79,10 +85,11 @@ class DecoderNumbers:
 
     @property
     def attention_parameters(self) -> Array:
-        """Matrices of one attention: queries, keys, values, output; and the first three's biases."""
+        """Matrices of one attention: queries, keys, values, output; their biases, and sinks."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         plain = plain + self.qkv_biases * self.head_dim * (self.heads + 2 * self.kv_heads)
         plain = plain + self.wide_norms * self.head_dim * (self.heads + self.kv_heads)
+        plain = plain + self.out_biases * self.width + self.sinks * self.heads
         wide = self.heads * self.head_dim
         down = self.width * (self.query_rank + self.key_rank + ROTATED)
         latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
@@ -98,7 +105,8 @@ class DecoderNumbers:
 
     @property
     def expert_parameters(self) -> Array:
-        return self.experts * self.matrices * self.width * self.expert_ffn
+        biases = self.expert_biases * ((self.matrices - 1) * self.expert_ffn + self.width)
+        return self.experts * (self.matrices * self.width * self.expert_ffn + biases)
 
     @property
     def dense_parameters(self) -> Array:
@@ -108,7 +116,7 @@ class DecoderNumbers:
     @property
     def mixture_parameters(self) -> Array:
         """One layer with experts, without these: attention, router, shared experts, norms."""
-        shared = self.matrices * self.width * self.shared_ffn + self.experts * self.width
+        shared = self.matrices * self.width * self.shared_ffn + self.experts * (self.width + self.expert_biases)
         return self.attention_parameters + shared + self.norms * self.width
 
     @property
@@ -139,6 +147,9 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
         tied=array(shape.tied),
         biases=array(0),
         qkv_biases=array(shape.qkv_bias),
+        out_biases=array(shape.style.out_bias),
+        expert_biases=array(shape.style.expert_biases),
+        sinks=array(shape.style.attention_sinks),
         wide_norms=array(shape.has_wide_qk_norm),
         norms=array(shape.style.norm_count),
         dropout=array(0),

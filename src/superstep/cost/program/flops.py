@@ -41,6 +41,7 @@ from superstep.plan.rules import Rules
 from superstep.plan.sharding.unit_flops import (
     cut_matrices,
     cut_vectors,
+    expert_biases,
     feed_forward,
     forward_flops_per_token,
     whole_matrices,
@@ -214,7 +215,7 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
             cut_matrices(shape) + cut_vectors(shape),
             whole_vectors(shape),
             whole_matrices(shape),
-            shape.moe.experts * feed_forward(shape) if shape.moe else 0,
+            shape.moe.experts * (feed_forward(shape) + expert_biases(shape)) if shape.moe else 0,
         )
 
     usual = [block(shape)] * (shape.layers - shape.dense_layers)

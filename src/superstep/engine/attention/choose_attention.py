@@ -119,7 +119,10 @@ def _attend(run: Resolved, mesh: Mesh, starts: Tensor | None, excess: RangeExces
             return RingAttend(group, starts, in_kernel)
         if starts is not None and in_kernel:  # once for all units
             starts = starts.to(mesh.device.torch)
-        whole = flash if starts is None and not in_kernel else DocumentAttend(starts, in_kernel)
+        has_sinks = run.decoder is not None and run.decoder.style.attention_sinks
+        # The sinks need a kernel that gives the log-sum-exp.
+        is_plain = starts is None and not in_kernel and not has_sinks
+        whole = flash if is_plain else DocumentAttend(starts, in_kernel)
         return whole if group is None else UlyssesAttend(group, whole)
     there = None if starts is None else starts.to(mesh.device.torch)
     grid = ACTIVATION.of(grain.chunks, "the gradient of a key or a value", excess)

@@ -22,8 +22,9 @@ from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_ba
 from superstep.kernels import attention as kernel
 from superstep.kernels.position_bias import Bias, bias_of
 from superstep.model.decoder import flash
-from superstep.numerics.attention_operator import connect_gradients, no_gradient
-from superstep.numerics.blockwise_attention import attend_blockwise
+from superstep.numerics.attention.attention_operator import connect_gradients, no_gradient
+from superstep.numerics.attention.attention_sinks import join_sinks
+from superstep.numerics.attention.blockwise_attention import attend_blockwise
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
@@ -47,23 +48,27 @@ class DocumentAttend:
         v_BSKH: Tensor,
         rule: AttentionRule = PLAIN,
         bias: Bias | None = None,
+        sinks_BSN: Tensor | None = None,
     ) -> Tensor:
         """The attention output: [B, S, N, H]."""
         qkv, window = (q_BSNH, k_BSKH, v_BSKH), rule.window_in(q_BSNH.shape[1])
         tensor = None if bias is None else bias.tensor
         out_BSNH: Tensor
         if rule.soft_cap is not None or not (bias is None or self._has_kernel(bias, qkv)):
-            return attend_blockwise(*qkv, window=window, soft_cap=rule.soft_cap, bias=tensor, starts_BS=self.starts)
+            return attend_blockwise(
+                *qkv, window=window, soft_cap=rule.soft_cap, bias=tensor, starts_BS=self.starts, sinks_BSN=sinks_BSN
+            )
         if window is None:
-            out_BSNH = document_attention(*qkv, self.starts, tensor, self.is_compiled)[0]
+            out_BSNH = document_attention(*qkv, self.starts, tensor, sinks_BSN, self.is_compiled)[0]
             return out_BSNH
         if self.is_compiled and kernel.fits(*qkv):
             whole = (x.contiguous() for x in qkv)  # contiguous, as the kernel needs
-            out_BSNH = document_attention(*whole, self._starts_in(window, q_BSNH), tensor, True)[0]  # noqa: FBT003
+            starts_BS = self._starts_in(window, q_BSNH)
+            out_BSNH = document_attention(*whole, starts_BS, tensor, sinks_BSN, True)[0]  # noqa: FBT003
             return out_BSNH
         if self.starts is None:
-            return flash(*qkv, rule)
-        return attend_blockwise(*qkv, window=window, starts_BS=self.starts)
+            return flash(*qkv, rule, None, sinks_BSN)
+        return attend_blockwise(*qkv, window=window, starts_BS=self.starts, sinks_BSN=sinks_BSN)
 
     def _has_kernel(self, bias: Bias, qkv: tuple[Tensor, Tensor, Tensor]) -> bool:
         return self.is_compiled and kernel.adds(bias) and kernel.fits(*qkv)
@@ -78,7 +83,13 @@ class DocumentAttend:
 
 @torch.library.custom_op("superstep::document_attention", mutates_args=())
 def document_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, bias: Tensor | None, is_compiled: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    is_compiled: bool,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its log-sum-exp [B, N, S], fp32. Only kernels that ``adds`` names have a bias."""
     qkv = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -89,7 +100,7 @@ def document_attention(
         out_BNSH, lse = attend_block(*qkv, is_causal=True)
     else:
         out_BNSH, lse = attend_parts(*qkv, bounds(starts.cpu()))
-    return out_BNSH.transpose(1, 2).contiguous(), lse.contiguous()
+    return join_sinks(out_BNSH.transpose(1, 2).contiguous(), lse.contiguous(), sinks)
 
 
 @torch.library.custom_op("superstep::document_attention_backward", mutates_args=())

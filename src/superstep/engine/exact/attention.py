@@ -1,9 +1,9 @@
 """Causal attention with bits that do not depend on the layout.
 
 A query's result is computed in blocks of keys from its document's start, independent of the rank and the batch: by
-``kernels.exact_attention`` on a CPU, and otherwise by ``numerics.invariant_attention``. For gradients the sequence is
-cut into chunks, the same on every layout. A key serves the queries of several chunks: their parts of its gradient are
-rounded to a fixed grid and added as integers.
+``kernels.exact_attention`` on a CPU, and otherwise by ``numerics.attention.invariant_attention``. For gradients the
+sequence is cut into chunks, the same on every layout. A key serves the queries of several chunks: their parts of its
+gradient are rounded to a fixed grid and added as integers.
 
     B  sequences      N  query heads              P  the keys that a chunk's queries may see
     C  a chunk        K  key and value heads      G  query heads of one key head, N / K
@@ -23,8 +23,9 @@ from superstep.engine.exact.position_bias import ExactBias
 from superstep.kernels import exact_attention as kernel
 from superstep.kernels.invariant import product, row_sum
 from superstep.kernels.position_bias import Bias
+from superstep.numerics.attention.attention_sinks import join_sinks, sinks_gradient
+from superstep.numerics.attention.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
 from superstep.numerics.fixed_point import ACTIVATION, Grid
-from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys, pad_rows, probabilities
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
@@ -71,11 +72,13 @@ class ExactAttend:
         v_BSKH: Tensor,
         rule: AttentionRule = PLAIN,
         bias: Bias | ExactBias | None = None,
+        sinks_BSN: Tensor | None = None,
     ) -> Tensor:
         """The attention output: [B, S, N, H]."""
         if bias is not None and not isinstance(bias, ExactBias):
             bias = ExactBias(bias)
-        out: Tensor = _Attend.apply(q_BSNH, k_BSKH, v_BSKH, self, rule, bias)  # type: ignore[no-untyped-call]
+        tensors = q_BSNH, k_BSKH, v_BSKH, sinks_BSN
+        out: Tensor = _Attend.apply(*tensors, self, rule, bias)  # type: ignore[no-untyped-call]
         return out
 
     def parts(self, chunk: int, length: int, sequences: int) -> Iterator[QueryPart]:
@@ -133,11 +136,12 @@ def _by_kernel(x: Tensor, rule: AttentionRule, bias: ExactBias | None) -> bool:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913
         ctx: Any,  # noqa: ANN401
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         how: ExactAttend,
         rule: AttentionRule,
         bias: ExactBias | None,
@@ -145,8 +149,8 @@ class _Attend(torch.autograd.Function):
         ctx.dtype, ctx.how, ctx.rule, ctx.bias = q.dtype, how, rule, bias
         keys, values = (how.exchange.gather(x.contiguous()).float() for x in (k, v))
         if not _by_kernel(q, rule, bias):
-            ctx.save_for_backward(q, keys, values)
-            return _attend_rows(how, rule, bias, q, keys, values)
+            ctx.save_for_backward(sinks, q, keys, values)
+            return _attend_rows(how, rule, bias, (q, keys, values), sinks)
         out, lse_BNS = torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
         for parts, (rows, places) in _stretches(how, q):
             here, keys_here = (rows, places), (rows, slice(parts[0].start, parts[-1].end))
@@ -154,21 +158,26 @@ class _Attend(torch.autograd.Function):
             qkv = _wide(q[here]), _wide(keys[keys_here]), _wide(values[keys_here])
             mixed, lse = kernel.attend(*qkv, first=first, starts_BS=_expand(_starts(parts, rule.window), rows))
             out[here], lse_BNS[rows, :, places] = mixed.transpose(1, 2), lse
-        ctx.save_for_backward(q, keys, values, out, lse_BNS)
+        out, lse_BNS = join_sinks(out, lse_BNS, sinks)
+        ctx.save_for_backward(sinks, q, keys, values, out, lse_BNS)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:  # noqa: ANN401
-        q, keys, values, *outcome = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        sinks, q, keys, values, *outcome = ctx.saved_tensors
         how: ExactAttend = ctx.how
         dkeys, dvalues = (torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (keys, values))
         to = torch.empty_like(q), dkeys, dvalues
+        dsinks: Tensor | None
         if outcome:
-            _in_kernel(how, ctx.rule, (grad.contiguous(), q, keys, values, *outcome), to)
+            (out, lse_BNS), grad = outcome, grad.contiguous()
+            _in_kernel(how, ctx.rule, (grad, q, keys, values, out, lse_BNS), to)
+            dsinks = None if sinks is None else sinks_gradient(grad, out, lse_BNS, sinks)
         else:
-            _by_torch(how, ctx.rule, ctx.bias, (grad, q, keys, values), to)
+            dsinks = None if sinks is None else torch.empty_like(sinks, memory_format=torch.contiguous_format)
+            _by_torch(how, ctx.rule, ctx.bias, (grad, q, keys, values), to, sinks, dsinks)
         dk, dv = (how.grid.take(how.exchange.scatter_sum(x)).to(ctx.dtype) for x in (dkeys, dvalues))
-        return to[0], dk, dv, None, None, None
+        return to[0], dk, dv, dsinks, None, None, None
 
 
 def _expand(starts: Tensor | None, rows: slice) -> Tensor | None:
@@ -176,9 +185,10 @@ def _expand(starts: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _attend_rows(
-    how: ExactAttend, rule: AttentionRule, bias: ExactBias | None, q: Tensor, keys: Tensor, values: Tensor
+    how: ExactAttend, rule: AttentionRule, bias: ExactBias | None, of: tuple[Tensor, ...], sinks: Tensor | None
 ) -> Tensor:
     """The attention output by torch's operations, a chunk's queries at a time."""
+    q, keys, values = of
     out = torch.empty_like(q)
     for part, here in _parts(how, q):
         places_of_keys, heads = slice(part.start, part.end), q.shape[2] // keys.shape[2]
@@ -190,6 +200,7 @@ def _attend_rows(
             part.hidden(rule.window, q.device).repeat(heads, 1),
             rule.soft_cap,
             None if bias is None else bias.compute(rows, part.behind(q.device), keys.shape[2]),
+            None if sinks is None else _rows(sinks[here].unsqueeze(-1), keys.shape[2]),
         )
         out[here] = _unrows(mixed, q[here]).to(q.dtype)
     return out
@@ -229,8 +240,10 @@ def _by_torch(
     bias: ExactBias | None,
     of: tuple[Tensor, Tensor, Tensor, Tensor],
     to: tuple[Tensor, ...],
+    sinks: Tensor | None,
+    dsinks: Tensor | None,
 ) -> None:
-    """The same by torch's operations, a chunk's queries at a time."""
+    """The same by torch's operations, a chunk's queries at a time, and the gradient of the sinks."""
     grad, q, keys, values = of
     dq, dkeys, dvalues = to
     kv_heads = keys.shape[2]
@@ -242,11 +255,15 @@ def _by_torch(
         rows, behind = pad_rows(own_rows), part.behind(q.device)
         hidden = pad_rows(part.hidden(rule.window, q.device).repeat(q.shape[2] // kv_heads, 1))
         added = None if bias is None else pad_rows(bias.compute(own_rows, behind, kv_heads))
-        p, slope = probabilities(rows, pad_keys(own_keys), hidden, rule.soft_cap, added)
+        own_sinks = None if sinks is None else _rows(sinks[here].unsqueeze(-1), kv_heads)
+        p, slope, of_sink = probabilities(rows, pad_keys(own_keys), hidden, rule.soft_cap, added, own_sinks)
         p = p[..., :count]
         dp = product(drows, own_values.transpose(1, 2))
         dvalues[part.sequences, places_of_keys] += _by_token(how.grid.put_(product(p.transpose(1, 2), drows)), kv_heads)
-        ds = (dp - row_sum(p * dp)).mul_(p)
+        delta = row_sum(p * dp)
+        if dsinks is not None and of_sink is not None:
+            dsinks[here] = _unrows(of_sink.mul_(delta).neg_(), q[here]).squeeze(-1).to(dsinks.dtype)
+        ds = (dp - delta).mul_(p)
         if slope is not None:
             ds.mul_(slope[..., :count])
         by_bias = None
@@ -302,12 +319,12 @@ def _by_token(x: Tensor, kv_heads: int) -> Tensor:
 def _rows(x_BCNH: Tensor, kv_heads: int) -> Tensor:
     """Queries grouped by key head: [B·K, G·C, H], fp32."""
     B, C, N, H = x_BCNH.shape
-    return x_BCNH.float().view(B, C, kv_heads, N // kv_heads, H).permute(0, 2, 3, 1, 4).reshape(B * kv_heads, -1, H)
+    return x_BCNH.float().reshape(B, C, kv_heads, N // kv_heads, H).permute(0, 2, 3, 1, 4).reshape(B * kv_heads, -1, H)
 
 
 def _unrows(rows: Tensor, like_BCNH: Tensor) -> Tensor:
     """[B·K, G·C, H] to [B, C, N, H]."""
-    B, C, N, H = like_BCNH.shape
+    B, C, N, _ = like_BCNH.shape
     kv_heads = rows.shape[0] // B
     G = N // kv_heads
-    return rows[:, : G * C].view(B, kv_heads, G, C, H).permute(0, 3, 1, 2, 4).reshape(B, C, N, H)
+    return rows[:, : G * C].view(B, kv_heads, G, C, -1).permute(0, 3, 1, 2, 4).reshape(B, C, N, -1)

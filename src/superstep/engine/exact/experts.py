@@ -11,18 +11,19 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from superstep.engine.exact.linear import ReductionCut, linear
-from superstep.engine.layers.grad_accumulation import GradientSink
+from superstep.engine.exact.linear import ReductionCut, add_bias, linear
+from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums
 from superstep.engine.layers.implementation import Forward
 from superstep.kernels.invariant import row_sum
-from superstep.model.experts import GroupedLinear, in_order
+from superstep.model.mixture.biased_experts import GroupedBias, add_grouped_bias, experts_of_rows
+from superstep.model.mixture.experts import GroupedLinear, in_order
 from superstep.model.moe import Gate
 from superstep.numerics.invariant_matmul import product
 
@@ -32,9 +33,11 @@ def exact_grouped_linear(layer: GroupedLinear, sink: GradientSink) -> Forward:
 
     def forward(x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         assert part_R is not None, "the exchange of exact mode says which part of which sequence each row is of"
+        weight = layer.by_output(layer.weight)
         if not torch.is_grad_enabled():
-            return _products(x_RI, layer.weight.transpose(1, 2), rows_E.tolist())
-        out: Tensor = _GroupedLinear.apply(x_RI, layer.weight, rows_E, part_R, sink)  # type: ignore[no-untyped-call]
+            return _products(x_RI, weight.transpose(1, 2), rows_E.tolist())
+        add = partial(_add_parts, sink, layer.is_transposed)
+        out: Tensor = _GroupedLinear.apply(x_RI, weight, rows_E, part_R, add, sink.sums)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -48,18 +51,23 @@ class _GroupedLinear(torch.autograd.Function):
         weight_EOI: Tensor,
         rows_E: Tensor,
         part_R: Tensor,
-        sink: GradientSink,
+        add: Callable[[Tensor, Tensor, Tensor, Tensor], None],
+        sums: GradientSums,
     ) -> Tensor:
         ctx.save_for_backward(x_RI, weight_EOI, rows_E, part_R)
-        ctx.sink, ctx.rows = sink, rows_E.tolist()  # a GPU is waited for here, and not again in the backward pass
+        ctx.add, ctx.sums, ctx.rows = (
+            add,
+            sums,
+            rows_E.tolist(),
+        )  # a GPU is waited for here, and not again in the backward pass
         return _products(x_RI, weight_EOI.transpose(1, 2), ctx.rows)
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # noqa: ANN401
         x_RI, weight_EOI, rows_E, part_R = ctx.saved_tensors
         held = part_R[: sum(ctx.rows)]
-        ctx.sink.sums.do(partial(_add_parts, ctx.sink, grad_RO, x_RI.detach(), rows_E, held))
-        return _products(grad_RO, weight_EOI, ctx.rows), None, None, None, None
+        ctx.sums.do(partial(ctx.add, grad_RO, x_RI.detach(), rows_E, held))
+        return _products(grad_RO, weight_EOI, ctx.rows), None, None, None, None, None
 
 
 def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
@@ -70,15 +78,48 @@ def _products(x_RI: Tensor, matrix_EIO: Tensor, rows: Sequence[int]) -> Tensor:
     return torch.cat((*parts, x_RI.new_zeros(nobodys, matrix_EIO.shape[2])))
 
 
-def _add_parts(sink: GradientSink, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor) -> None:
+def _add_parts(
+    sink: GradientSink, is_transposed: bool, grad_RO: Tensor, x_RI: Tensor, rows_E: Tensor, part_R: Tensor
+) -> None:
     order_R, starts = _by_part(rows_E, part_R)
-    if sink.grid.add_grouped_products(sink.into, grad_RO, x_RI, order_R, starts):
+    factors = (x_RI, grad_RO) if is_transposed else (grad_RO, x_RI)
+    if sink.grid.add_grouped_products(sink.into, *factors, order_R, starts):
         return
     sizes, chunks = starts.diff().tolist(), (len(starts) - 1) // len(sink.into)
-    pairs = zip(*(each.index_select(0, order_R).split(sizes) for each in (grad_RO, x_RI)), strict=True)
-    for number, (grad, x) in enumerate(pairs):
-        if len(x):
-            sink.grid.add(sink.into[number // chunks], product(grad.t(), x))
+    pairs = zip(*(each.index_select(0, order_R).split(sizes) for each in factors), strict=True)
+    for number, (left, right) in enumerate(pairs):
+        if len(left):
+            sink.grid.add(sink.into[number // chunks], product(left.t(), right))
+
+
+def exact_grouped_bias(layer: GroupedBias, sink: GradientSink) -> Forward:
+    """The new forward of experts' biases; the gradient of each row is put on the grid."""
+
+    def forward(x_RO: Tensor, rows_E: Tensor) -> Tensor:
+        out: Tensor = _GroupedBias.apply(x_RO, layer.weight, rows_E, sink)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
+class _GroupedBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RO: Tensor, bias_EO: Tensor, rows_E: Tensor, sink: GradientSink) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(rows_E)
+        ctx.sink = sink
+        return add_grouped_bias(x_RO, bias_EO, rows_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
+        ctx.sink.sums.do(partial(_add_rows, ctx.sink, grad_RO.to(torch.float32, copy=True), *ctx.saved_tensors))
+        return grad_RO, None, None, None
+
+
+def _add_rows(sink: GradientSink, grad_RO: Tensor, rows_E: Tensor) -> None:
+    # Padding rows belong to no expert.
+    expert_R = experts_of_rows(rows_E, len(grad_RO))
+    is_held = expert_R < len(rows_E)
+    sink.into.index_add_(0, expert_R[is_held], sink.grid.put_(grad_RO[is_held]))
 
 
 def _by_part(rows_E: Tensor, part_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,6 +140,8 @@ def exact_gate(layer: Gate, sinks: Mapping[str, GradientSink], parts: int) -> Fo
 
     def forward(x_BsD: Tensor) -> Tensor:
         out = logits(x_BsD, layer.weight, sinks["weight"])
+        if layer.bias is not None:
+            out = add_bias(out, layer.bias.float(), sinks["bias"])
         if layer.spread is None:
             return out
         return torch.cat((out, logits(x_BsD, layer.spread, sinks["spread"])), -1)

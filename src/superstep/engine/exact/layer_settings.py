@@ -76,6 +76,8 @@ def grid_of(spec: ParamSpec, grain: Grain, shape: ModelShape | None, excess: Ran
     products = grain.microbatches * max(grain.chunks, grain.parts)
     if shape is None:
         terms = products * MOST_USES
+    elif len(spec.axes) == 2 and spec.axes[0] == "experts":  # biases
+        terms = grain.tokens
     elif "experts" in spec.axes:
         terms = grain.sequences * grain.parts
     elif "vocab" in spec.axes:

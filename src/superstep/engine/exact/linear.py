@@ -107,10 +107,15 @@ def exact_linear(
         y_BSO = linear(x_BSI, layer.weight, sink, cut)
         if bias_sink is None:
             return y_BSO if bias is None else y_BSO + bias
-        out: Tensor = _Bias.apply(y_BSO, bias, bias_sink)  # type: ignore[no-untyped-call]
-        return out
+        return add_bias(y_BSO, bias, bias_sink)
 
     return forward
+
+
+def add_bias(y: Tensor, bias: Tensor, sink: GradientSink) -> Tensor:
+    """y + bias; the bias's gradient goes to ``sink``."""
+    out: Tensor = _Bias.apply(y, bias, sink)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Bias(torch.autograd.Function):

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from superstep.engine.exact.by_weight import BY_WEIGHT
 from superstep.engine.exact.delta import exact_delta_layers
-from superstep.engine.exact.experts import exact_combine, exact_gate, exact_grouped_linear
+from superstep.engine.exact.experts import exact_combine, exact_gate
 from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.linear import exact_embedding, exact_linear
 from superstep.engine.exact.lora import exact_adapted
@@ -22,10 +23,9 @@ from superstep.engine.exact.norm import NormSettings, exact_norm
 from superstep.engine.exact.position_bias import exact_position_bias
 from superstep.engine.exact.swiglu import exact_gate_of, exact_gelu_tanh, exact_silu
 from superstep.engine.layers.fused import has_silu, make_gated
-from superstep.engine.layers.grad_accumulation import hands_to
+from superstep.engine.layers.grad_accumulation import GradientSink, hands_to
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
-from superstep.model.experts import GroupedLinear
 from superstep.model.lora import AdaptedLinear
 from superstep.model.moe import Gate, MixtureOfExperts
 from superstep.model.norm import RMSNorm
@@ -70,12 +70,13 @@ class _LayerBuilder:
     def embedding(self, path: str, layer: nn.Embedding, inner: Forward) -> Forward:
         return exact_embedding(layer, self.exact.sinks[layer.get_parameter("weight")])
 
-    def grouped_linear(self, path: str, layer: GroupedLinear, inner: Forward) -> Forward:
-        return exact_grouped_linear(layer, self.exact.sinks[layer.weight])
-
     def router(self, path: str, layer: Gate, inner: Forward) -> Forward:
         own = {name: self.exact.sinks[parameter] for name, parameter in layer.named_parameters()}
         return exact_gate(layer, own, self.exact.parts)
+
+    def by_weight(self, make: Callable[[Any, GradientSink], Forward]) -> Callable[[str, Any, Forward], Forward]:
+        """Of a layer with a weight alone, by the sink of that."""
+        return lambda path, layer, inner: make(layer, self.exact.sinks[layer.weight])
 
     def experts(self, path: str, layer: MixtureOfExperts, inner: Forward) -> Forward:
         layer.combine = exact_combine  # type: ignore[method-assign]
@@ -119,8 +120,8 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums", any_of(RMSNorm), build.norm),
         _row("exact sums", any_of(LearntBias), build.position_bias),
         _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
-        _row("exact sums", is_trained(GroupedLinear), build.grouped_linear),
         _row("exact sums", is_trained(Gate), build.router),
+        *(_row("exact sums", is_trained(kind), build.by_weight(make)) for kind, make in BY_WEIGHT.items()),
         _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
         _row("exact gate", any_of(nn.GELU), lambda path, layer, inner: exact_gelu_tanh),
         _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),

@@ -21,7 +21,7 @@ from superstep.kernels.invariant import product, row_sum
 from superstep.kernels.position_bias import Bias, ByContent, Slopes
 from superstep.model.position_bias import BucketBias, LearntBias
 from superstep.numerics import invariant_matmul
-from superstep.numerics.invariant_attention import pad_rows
+from superstep.numerics.attention.invariant_attention import pad_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from superstep.comm.device import Device
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.kernels import cpu_library, norm, rope, swiglu, triton_loader
 from superstep.model.decoder import Attention
-from superstep.model.experts import Experts
 from superstep.model.feedforward import FeedForward
+from superstep.model.mixture.experts import Experts
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
 from superstep.plan.resolution.resolve import Resolved

@@ -4,7 +4,7 @@ Autograd would make a new tensor for a weight's gradient and then add it to the 
 large as the weight for every microbatch, and for an embedding a whole table that is nearly all zeros. These layers add
 in the product, or in the rows that were looked up; and they can defer the addition, when the backward pass has two
 parts. Sums are fp32; ``numerics.accumulate_product`` says which products are rounded to bf16 before, and for experts
-``model.experts``.
+``model.mixture.experts``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.kernels.product import linear, product
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
-from superstep.model.experts import GroupedLinear, add_outer_products, grouped_linear
+from superstep.model.mixture.experts import GroupedLinear, add_outer_products, grouped_linear
 from superstep.numerics.accumulate_product import add_product
 from superstep.numerics.fixed_point import Grid
 
@@ -209,9 +209,9 @@ def _group_forward(layer: GroupedLinear, sums: GradientSums) -> Any:  # noqa: AN
         assert into is not None
 
         def add(grad: Tensor, x: Tensor, rows_E: Tensor) -> None:
-            sums.do(partial(add_outer_products, into, grad, x.detach(), rows_E))
+            sums.do(partial(add_outer_products, layer.by_output(into), grad, x.detach(), rows_E))
 
-        return grouped_linear(x, layer.weight, rows_E, add)
+        return grouped_linear(x, layer.by_output(layer.weight), rows_E, add)
 
     return forward
 

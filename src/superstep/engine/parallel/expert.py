@@ -30,8 +30,9 @@ from superstep.comm.collectives import gather_sequence
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn
-from superstep.model.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
-from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.model.mixture.biased_experts import BiasedExperts
+from superstep.model.mixture.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
+from superstep.model.mixture.experts import Experts, sort_by_expert, spread, unsort
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.sequence import positions
@@ -85,7 +86,7 @@ class ExpertParallel(LocalDispatch):
     def share(self, x_BSk: Tensor) -> Tensor:
         return x_BSk if self._sequence is None else x_BSk.index_select(1, self._sequence.mine)
 
-    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts | BiasedExperts) -> Tensor:
         group = self._experts
         if group is None:
             return super().run(x_TD, expert_Tk, experts)

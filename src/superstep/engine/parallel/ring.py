@@ -31,8 +31,9 @@ from superstep.engine.parallel.flash_varlen import attend_parts, attend_parts_ba
 from superstep.engine.parallel.ring_rule import RingRule, RuleGradients, attend_by_rule
 from superstep.kernels import attention as kernel
 from superstep.kernels.position_bias import Bias
-from superstep.numerics.attention_operator import connect_gradients, no_gradient
-from superstep.numerics.blockwise_attention import ScoreRule
+from superstep.numerics.attention.attention_operator import connect_gradients, no_gradient
+from superstep.numerics.attention.attention_sinks import join_sinks
+from superstep.numerics.attention.blockwise_attention import ScoreRule
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.sharding.documents import RankTokens, tiles
 from superstep.plan.sharding.sequence import AttentionBlock, blocks
@@ -63,10 +64,11 @@ class RingAttend:
         v_BSKH: Tensor,
         rule: AttentionRule = PLAIN,
         bias: Bias | None = None,
+        sinks_BSN: Tensor | None = None,
     ) -> Tensor:
         """The attention output: [B, S, N, H]."""
         window = rule.window_in(q_BSNH.shape[1] * self.group.size()) or 0
-        tensors = self.starts, None if bias is None else bias.tensor
+        tensors = self.starts, None if bias is None else bias.tensor, sinks_BSN
         settings = self.is_compiled, window, rule.soft_cap or 0.0, self.group.group_name
         out_BSNH: Tensor = ring_attention(q_BSNH, k_BSKH, v_BSKH, *tensors, *settings)[0]
         return out_BSNH
@@ -169,6 +171,7 @@ def ring_attention(  # noqa: PLR0913
     v: Tensor,
     starts: Tensor | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
     is_compiled: bool,
     window: int,
     soft_cap: float,
@@ -180,6 +183,7 @@ def ring_attention(  # noqa: PLR0913
         q, k, v: the own ones.
         starts, is_compiled: see ``RingAttend``.
         bias: the tensor of a ``kernels.position_bias.Bias``.
+        sinks: of the own queries; they join once, after the keys of all ranks.
         window, soft_cap: as in ``plan.model.attention_rule``; 0 for none.
         group: the name of a process group.
     """
@@ -187,7 +191,8 @@ def ring_attention(  # noqa: PLR0913
     round_of_keys = pass_keys_round(torch.stack((k, v)), ring)
     if bias is not None or window or soft_cap:
         rule = ScoreRule(window=window, soft_cap=soft_cap, bias=bias)
-        return attend_by_rule(q, round_of_keys, RingRule(rule, starts, ring.rank(), ring.size()))
+        out, lse = attend_by_rule(q, round_of_keys, RingRule(rule, starts, ring.rank(), ring.size()))
+        return join_sinks(out, lse, sinks)
     documents = _Documents.of(starts, ring)
     q_BNSH = q.transpose(1, 2)
     out_BNSH: Tensor | None = None
@@ -201,7 +206,7 @@ def ring_attention(  # noqa: PLR0913
             part, part_lse = attend_block(at.asking(q_BNSH), k_BKTH, v_BKTH, is_causal=False, is_compiled=is_compiled)
             merge(at.asking(out_BNSH), at.asking(lse_BNS), part, part_lse)
     assert out_BNSH is not None
-    return out_BNSH.transpose(1, 2).to(q.dtype).contiguous(), lse_BNS
+    return join_sinks(out_BNSH.transpose(1, 2).to(q.dtype).contiguous(), lse_BNS, sinks)
 
 
 def _own(q_BNSH: Tensor, kv: Tensor, documents: _Documents | None, *, is_compiled: bool) -> tuple[Tensor, Tensor]:

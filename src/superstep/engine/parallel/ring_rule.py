@@ -1,4 +1,4 @@
-"""Ring attention by a rule: windows, capped scores and position biases, by ``numerics.blockwise_attention``.
+"""Ring attention by a rule: windows, capped scores and position biases, by ``numerics.attention.blockwise_attention``.
 
 A rank's tokens are two chunks of the sequence. Each of its chunks meets each chunk of keys that is not later: within
 such a pair both are runs of neighbouring positions, which is what biases and windows need.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from superstep.engine.parallel.flash_partial import merge
-from superstep.numerics.attention_operator import no_gradient
-from superstep.numerics.blockwise_attention import LEAST_LSE, ScoreRule, attend_part, attend_part_backward
+from superstep.numerics.attention.attention_operator import no_gradient
+from superstep.numerics.attention.blockwise_attention import LEAST_LSE, ScoreRule, attend_part, attend_part_backward
 from superstep.plan.sharding.sequence import AttentionBlock
 
 

@@ -39,6 +39,7 @@ class UlyssesAttend:
         v_BsKH: Tensor,
         rule: AttentionRule = PLAIN,
         bias: Bias | None = None,
+        sinks_BsN: Tensor | None = None,
     ) -> Tensor:
         """The attention output: [B, s, N, H]."""
         ranks = self.group.size()
@@ -49,9 +50,15 @@ class UlyssesAttend:
         packed = torch.cat(heads, dim=3).movedim(2, 0)
         whole = in_order(_exchange(packed, self.group).unbind())
         q, k, v = whole.split([x.shape[3] for x in heads], dim=2)
-        mixed = by_rank(self.inner(q, k, v, rule, bias), ranks)
+        sinks = () if sinks_BsN is None else (self._sinks_of_own_heads(sinks_BsN),)
+        mixed = by_rank(self.inner(q, k, v, rule, bias, *sinks), ranks)
         out_BsNH: Tensor = _exchange(mixed, self.group).movedim(0, 2).flatten(2, 3)
         return out_BsNH
+
+    def _sinks_of_own_heads(self, sinks_BsN: Tensor) -> Tensor:
+        """[B, S, n]: exchanged as queries are, so that a rank has the gradients of its own tokens' sinks."""
+        by_head = _heads_by_rank(sinks_BsN.unsqueeze(-1), self.group.size())
+        return in_order(_exchange(by_head.movedim(2, 0), self.group).unbind()).squeeze(-1)
 
 
 def _heads_by_rank(x_BsNH: Tensor, ranks: int) -> Tensor:
@@ -61,7 +68,8 @@ def _heads_by_rank(x_BsNH: Tensor, ranks: int) -> Tensor:
     B, s, heads, H = x_BsNH.shape
     if heads < ranks:
         return x_BsNH.unsqueeze(3).expand(B, s, heads, ranks // heads, H).reshape(B, s, ranks, 1, H)
-    return x_BsNH.view(B, s, ranks, heads // ranks, H)
+    shares: Tensor = x_BsNH.unflatten(2, (ranks, heads // ranks))
+    return shares
 
 
 def _exchange(x: Tensor, group: Group) -> Tensor:

@@ -32,7 +32,7 @@ from superstep.engine.layers.grad_accumulation import input_gradients
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
 from superstep.engine.tracing.operation_trace import OperationRecorder, TracedOperations
-from superstep.model.expert_dispatch import DispatchContext
+from superstep.model.mixture.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec, start_graph
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.noise import SamplePlace

@@ -2,6 +2,7 @@
 
     vocab, embed      the vocabulary; the residual stream
     heads, kv_heads   heads · head_dim rows: cut between heads only
+    sinks             a number for each head, cut with the heads
     ffn               the inner width of the feed-forward
     norm, head_dim    weights of the norms: on the residual stream, on one head
     each_head         one row for each head; distances: columns of position biases
@@ -11,6 +12,7 @@ the shared experts are whole on every rank with tokens:
 
     experts           the experts: cut between them only
     expert_ffn        the inner width of one expert
+    expert_gate_up    gate and up of an expert as one matrix: twice that
     shared_ffn        the inner width of all shared experts together
     token_norm        weights of a norm with an output that stays with its tokens
     router            the router's outputs, one or two for each expert
@@ -42,6 +44,12 @@ QKV_BIAS_AXES: Mapping[str, Axes] = {
     "self_attn.q_proj.bias": ("heads",),
     "self_attn.k_proj.bias": ("kv_heads",),
     "self_attn.v_proj.bias": ("kv_heads",),
+}
+OUT_BIAS_AXES: Mapping[str, Axes] = {
+    "self_attn.out_bias.weight": ("norm",),
+}
+SINK_AXES: Mapping[str, Axes] = {
+    "self_attn.sinks.weight": ("sinks",),
 }
 LATENT_AXES: Mapping[str, Axes] = {
     "self_attn.q_a_proj.weight": ("query_rank", "embed"),
@@ -90,6 +98,14 @@ MOE_AXES: Mapping[str, Axes] = {
     "mlp.experts.up_proj.weight": ("experts", "expert_ffn", "embed"),
     "mlp.experts.down_proj.weight": ("experts", "embed", "expert_ffn"),
 }
+BIASED_MOE_AXES: Mapping[str, Axes] = {
+    "mlp.gate.weight": ("router", "embed"),
+    "mlp.gate.bias": ("router",),
+    "mlp.experts.gate_up_proj.weight": ("experts", "embed", "expert_gate_up"),
+    "mlp.experts.gate_up_bias.weight": ("experts", "expert_gate_up"),
+    "mlp.experts.down_proj.weight": ("experts", "expert_ffn", "embed"),
+    "mlp.experts.down_bias.weight": ("experts", "embed"),
+}
 SPREAD_AXES: Mapping[str, Axes] = {
     "mlp.gate.spread": ("router", "embed"),
 }
@@ -116,13 +132,13 @@ POSITION_AXES: Mapping[Positions, Mapping[str, Axes]] = {
     "relative": {"self_attn.position_bias.weight": ("heads", "distances")},
 }
 CUT_AS = {
-    **dict.fromkeys(("query_heads", "key_value_heads", "gated_heads", "each_head"), "heads"),
+    **dict.fromkeys(("query_heads", "key_value_heads", "gated_heads", "each_head", "sinks"), "heads"),
     **dict.fromkeys(("delta_qkv", "delta_qkvz", "delta_values", "delta_heads", "delta_ba"), "heads"),
     "delta_head": "head_dim",
     "shared_gate": "shared_ffn",
 }
-"""Axes of latent and linear attention with several numbers for each head, which are also cut between heads; that of a
-norm of each head, and the one number that gates shared experts.
+"""Axes with other numbers for each head, which are also cut between heads; that of a norm of each head, and the one
+number that gates shared experts.
 """
 HEAD_AXES: Mapping[str, Axes] = {
     "norm.weight": ("norm",),
@@ -136,7 +152,8 @@ def block_axes(shape: ModelShape) -> dict[str, Axes]:
     if shape.moe is None:
         tables += [before_inner, MLP_AXES, after_inner]
     else:
-        tables += [dict.fromkeys(before_inner, ("token_norm",)), MOE_AXES]
+        experts = BIASED_MOE_AXES if shape.style.expert_biases else MOE_AXES
+        tables += [dict.fromkeys(before_inner, ("token_norm",)), experts]
     if shape.moe and shape.moe.router == "noisy-topk":
         tables.append(SPREAD_AXES)
     if shape.moe and shape.moe.shared_experts:
@@ -154,6 +171,10 @@ def _mixer_axes(shape: ModelShape) -> list[Mapping[str, Axes]]:
         tables.append(QUERY_GATE_AXES)
     if shape.qkv_bias:
         tables.append(QKV_BIAS_AXES)
+    if shape.style.out_bias:
+        tables.append(OUT_BIAS_AXES)
+    if shape.style.attention_sinks:
+        tables.append(SINK_AXES)
     if shape.qk_norm:
         tables.append(WIDE_QK_NORM_AXES if shape.has_wide_qk_norm else QK_NORM_AXES)
     return [*tables, POSITION_AXES[shape.positions]]
@@ -176,8 +197,22 @@ def block_names(shape: ModelShape, layer: int) -> dict[str, str]:
 MIXTRAL = {"mlp.": "block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 """Mixtral's names on disk."""
 
+GPT_OSS = {
+    "self_attn.sinks.weight": "self_attn.sinks",
+    "self_attn.out_bias.weight": "self_attn.o_proj.bias",
+    "mlp.gate.weight": "mlp.router.weight",
+    "mlp.gate.bias": "mlp.router.bias",
+    "mlp.experts.gate_up_proj.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.gate_up_bias.weight": "mlp.experts.gate_up_proj_bias",
+    "mlp.experts.down_proj.weight": "mlp.experts.down_proj",
+    "mlp.experts.down_bias.weight": "mlp.experts.down_proj_bias",
+}
+"""gpt-oss's names on disk."""
+
 
 def _hf_name(shape: ModelShape, local: str) -> str:
+    if shape.style.expert_biases:
+        return GPT_OSS.get(local, local)
     if shape.style.shared_gate:
         return local.replace(".shared_experts.", ".shared_expert.")
     if shape.moe is None or not local.startswith("mlp.") or model_type(shape) != "mixtral":
@@ -198,6 +233,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "vocab": shape.vocab,
         "embed": shape.width,
         "heads": shape.heads * shape.head_dim,
+        "sinks": shape.heads,
         "kv_heads": shape.kv_heads * shape.head_dim,
         "ffn": shape.ffn,
         "norm": shape.width,
@@ -245,6 +281,7 @@ def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
     return {
         "experts": moe.experts,
         "expert_ffn": shape.ffn,
+        "expert_gate_up": 2 * shape.ffn,
         "shared_ffn": moe.shared_experts * shape.ffn,
         "shared_gate": 1,
         "token_norm": shape.width,
@@ -284,8 +321,11 @@ def outline_of(shape: ModelShape) -> Outline:
 
 def _layer(local: str, axes: Axes) -> Layer:
     # What a mixture is made of works on a rank's own tokens, so that tp cannot cut it.
-    if local.endswith(".bias") or axes in WIDE_QK_NORM_AXES.values() or local in _DELTA_GATES:
+    if {"experts", "router", "shared_ffn", "shared_gate"} & set(axes):
+        return "other"
+    is_of_heads = axes in WIDE_QK_NORM_AXES.values() or axes == ("sinks",) or local in _DELTA_GATES
+    if local.endswith(".bias") or is_of_heads:
         return "linear"
-    if len(axes) == 1 or {"experts", "router", "shared_ffn", "shared_gate"} & set(axes):
+    if len(axes) == 1:
         return "other"
     return "embedding" if local in EMBED_AXES or "distances" in axes else "linear"

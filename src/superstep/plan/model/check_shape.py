@@ -77,7 +77,7 @@ def check_shape(shape: ModelShape) -> None:
             f"model.head_dim = {shape.head_dim} must be even: rotary embedding turns pairs; set model.head_dim to "
             f"{shape.head_dim + 1}."
         )
-    if shape.qkv_bias and (shape.qk_norm or shape.moe):
+    if shape.qkv_bias and (shape.qk_norm or (shape.moe and not shape.style.expert_biases)):
         name = f"experts = {shape.moe.experts}" if shape.moe else "qk_norm = true"
         raise ConfigError(
             f"model.{name} with biases on queries, keys and values: no model family has both; leave "
@@ -90,7 +90,9 @@ def check_shape(shape: ModelShape) -> None:
             f"set model.layers to {shape.dense_layers + 1} or more."
         )
     if shape.moe:
-        if shape.style != LLAMA and not shape.style.shared_gate:
+        if shape.style.expert_biases:
+            _check_biased(shape.moe)
+        elif shape.style != LLAMA and not shape.style.shared_gate:
             raise ConfigError(
                 f"model.experts = {shape.moe.experts} in blocks that differ from Llama's: no model family has both; "
                 "leave model.experts out, or choose another model.name."
@@ -175,6 +177,20 @@ def _check_size(shape: ModelShape) -> None:
         if size > MOST_NUMBERS:
             raise ConfigError(
                 f"model: {names} is {size:.1e} numbers, over the {MOST_NUMBERS:.1e} of a matrix; set them lower."
+            )
+
+
+def _check_biased(moe: MoeShape) -> None:
+    """Experts with biases are gpt-oss's: refuse what its router does not do."""
+    for name, value, only in (
+        ("router", moe.router, "dropless"),
+        ("shared_experts", moe.shared_experts, 0),
+        ("renormalise", moe.renormalise, True),
+    ):
+        if value != only:
+            raise ConfigError(
+                f"model.{name} = {value!r} with biases of experts: no model family has both; leave "
+                f"model.{name} out, or choose a model.name without them."
             )
 
 

@@ -34,7 +34,7 @@ from superstep.plan.model.hf_families import (
     ModelType,
     only,
 )
-from superstep.plan.model.hf_rope import read_layer_ropes, read_rope, write_rope
+from superstep.plan.model.hf_rope import has_rope, read_layer_ropes, read_rope, write_rope
 from superstep.plan.model.hf_styles import STYLES, StyleRow
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import (
@@ -92,15 +92,21 @@ def from_hf_config(path: Path) -> ModelShape:
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
-            "takes: 'deepseek_v2', 'deepseek_v3', 'kimi_k2', 'gpt_oss'."
+            "takes: 'deepseek_v2', 'deepseek_v3', 'kimi_k2'."
         )
     kind = kinds[kinds.index(model_type)]
+    if kind == "gpt_oss" and _is_mxfp4(raw.get("quantization_config")):  # ``model.mxfp4`` reads the weights
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
     shape = _read(keys, kind, f"{path}: ")
     keys.require_read({*HARMLESS, *HARMLESS_IN.get(kind, ())})
     check_shape(shape)
     return shape
+
+
+def _is_mxfp4(quantization: object) -> bool:
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -129,6 +135,8 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
         if row and row.has_local_rope
         else (*read_rope(keys, model_type, max_tokens, share), None)
     )
+    if row is not None and row.rope_scaling is not None and not has_rope(keys):
+        scaling = row.rope_scaling
     style = row.read(keys, head_dim, local_theta) if row else LLAMA
     for key in TOKEN_IDS:
         keys.require_ids(key)
@@ -144,7 +152,7 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
         vocab=keys.whole("vocab_size"),
         tied=keys.flag("tie_word_embeddings"),
         qk_norm=qk_norm,
-        qkv_bias=kind == "qwen2",
+        qkv_bias=row.qkv_bias if row else kind == "qwen2",
         window=window,
         full_layers=read_full_layers(keys) if has_delta else full_layers,
         style=replace(style, rotary_share=share) if has_delta else style,
@@ -252,19 +260,21 @@ def _read_moe(keys: JsonKeys, kind: ModelType) -> MoeShape | None:
             return MoeShape(**keys.get("moe"))
         except TypeError as error:
             raise keys.refusal("moe", "does not name the numbers of a mixture") from error
-    if kind not in ("mixtral", "qwen3_moe", "qwen3_next"):
+    if kind not in ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss"):
         return None
     # transformers 5 writes Qwen3-MoE's num_experts under Mixtral's key, and reads either.
     name = "num_experts" if "num_experts" in keys else "num_local_experts"
-    keys.require({"num_local_experts": (keys.get(name),)})
     k = keys.whole("num_experts_per_tok")
+    keys.require({"num_local_experts": (keys.get(name),)})
+    if kind == "gpt_oss":  # OpenAI's files have it under both names
+        keys.require({"experts_per_token": (k,)})
     layers = keys.layers()
     return MoeShape(
         router="dropless",
         experts=keys.whole(name),
         experts_per_token=k,
         shared_experts=_read_shared(keys) if kind == "qwen3_next" else 0,
-        renormalise=kind == "mixtral" or keys.flag("norm_topk_prob"),
+        renormalise=kind in ("mixtral", "gpt_oss") or keys.flag("norm_topk_prob"),
         capacity_factor=None,
         balance_weight=balance_weight_of(keys.number("router_aux_loss_coef"), experts_per_token=k, layers=layers),
         z_weight=keys.number("router_z_loss_coef"),
@@ -339,7 +349,7 @@ def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
         "router_aux_loss_coef": balance_coefficient_of(weight, experts_per_token=k, layers=shape.layers),
         "router_z_loss_coef": shape.moe.z_weight,
     }
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):
         return {**shared, "num_local_experts": shape.moe.experts}
     return {
         **shared,

@@ -19,6 +19,7 @@ ModelType = Literal[
     "olmo3",
     "gemma2",
     "gemma3_text",
+    "gpt_oss",
     "granite",
     "qwen3_5_text",
     "qwen3_next",
@@ -37,6 +38,7 @@ ARCHITECTURES: dict[ModelType, str] = {
     "olmo3": "Olmo3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
@@ -138,6 +140,21 @@ _QWEN3_NEXT = _DELTA | {
     "router_aux_loss_coef": 0.001,
     "router_z_loss_coef": 0.0,
 }
+_GPT_OSS = _LLAMA | {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "layer_types": None,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "router_aux_loss_coef": 0.001,
+    "router_z_loss_coef": 0.0,
+}
 
 DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -150,6 +167,7 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "olmo3": _OLMO3,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "gpt_oss": _GPT_OSS,
     "granite": _GRANITE,
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
     "qwen3_next": _QWEN3_NEXT,
@@ -201,6 +219,7 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
         "olmo3": {"rope_local_base_freq": (500000.0,)},
         "gemma2": _GELU,
         "gemma3_text": _GELU | {"attn_logit_softcapping": ()},
+        "gpt_oss": {"attention_bias": (True,)},
         "granite": {},
         "qwen3_5_text": _GATED_OUTPUT,
         "qwen3_next": _GATED_OUTPUT | {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
@@ -258,5 +277,6 @@ HARMLESS_IN: dict[ModelType, dict[str, str]] = {
     "qwen3_5_text": _FURTHER_HEADS,
     "qwen3_next": _FURTHER_HEADS | {"intermediate_size": "width of dense blocks; an accepted file has none"},
     "gemma3_text": {"_sliding_window_pattern": "transformers writes it and does not read it"},
+    "gpt_oss": {"initial_context_length": "transformers does not read it: the scaling of wavelengths has this number"},
 }
 """The same for one model type."""

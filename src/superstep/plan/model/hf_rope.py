@@ -48,6 +48,11 @@ def read_rope(keys: JsonKeys, model_type: str, max_tokens: int, share: float = 1
     return next(iter(thetas.values()), theta), next(iter(stretches.values()), None)
 
 
+def has_rope(keys: JsonKeys) -> bool:
+    """Whether a file says something about the scaling of the wavelengths."""
+    return any(keys.get(place) for place in _PLACES)
+
+
 def read_layer_ropes(keys: JsonKeys, model_type: str, max_tokens: int) -> tuple[float, RopeScaling | None, float]:
     """Theta and scaling of layers that see all tokens, and theta of those with a window, which have no scaling.
 

@@ -7,6 +7,7 @@ gemma3_text   norms likewise, and of queries and keys; another rotary base in la
 granite       Llama's blocks with a factor for embedding, scores, residual stream and logits
 qwen3_5_text  linear attention in three layers of four; attention's output has a gate, a quarter of a head is rotated
 qwen3_next    the same with experts; shared ones have a gate
+gpt_oss       experts with biases and clamped gates; attention with biases and sinks; windows in every other layer
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from superstep.plan.model.hf_families import ModelType
 from superstep.plan.model.json_reader import JsonKeys
-from superstep.plan.model.shape import ModelShape
-from superstep.plan.model.style import GEMMA, LLAMA, OLMO, QWEN_NEXT, BlockStyle
+from superstep.plan.model.rope import RopeScaling
+from superstep.plan.model.shape import SHAPES, ModelShape
+from superstep.plan.model.style import GEMMA, GPT_OSS, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,8 @@ class StyleRow:
             ``layer_types``; None if no layer has a window.
         has_local_rope: whether layers with a window have a rotary embedding of their own.
         has_delta: whether the layers that ``layer_types`` does not give attention have linear attention.
+        rope_scaling: that of a file that says nothing about it.
+        qkv_bias: whether queries, keys and values have biases.
         gate_key: the key of the activation, and the value that it has.
     """
 
@@ -60,6 +64,8 @@ class StyleRow:
     full_every: int | None = None
     has_local_rope: bool = False
     has_delta: bool = False
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
     gate_key: tuple[str, str] = ("hidden_act", "silu")
 
     def read(self, keys: JsonKeys, head_dim: int, local_theta: float | None) -> BlockStyle:
@@ -88,7 +94,8 @@ class StyleRow:
             written[key.name] = None if value is None else key.write(value)
         if self.full_every is not None:
             windows = [shape.rule(layer).window for layer in range(shape.layers)]
-            written["sliding_window"] = shape.window
+            # Transformers needs a number, also if no layer has a window.
+            written["sliding_window"] = shape.window or shape.max_tokens
             written["layer_types"] = [f"{'full' if each is None else 'sliding'}_attention" for each in windows]
         return written
 
@@ -96,7 +103,7 @@ class StyleRow:
         """Whether a shape is one of the family."""
         free = {key.field: getattr(LLAMA, key.field) for key in self.keys} | {"local_theta": None, "rotary_share": 1.0}
         return (
-            shape.qk_norm == self.qk_norm
+            (shape.qk_norm, shape.qkv_bias) == (self.qk_norm, self.qkv_bias)
             and (shape.delta is not None) == self.has_delta
             and (shape.style.local_theta is not None) == self.has_local_rope
             and replace(shape.style, **free) == replace(self.style, **free)
@@ -126,4 +133,11 @@ STYLES: dict[ModelType, StyleRow] = {
     ),
     "qwen3_5_text": StyleRow(style=QWEN_NEXT, qk_norm=True, has_delta=True),
     "qwen3_next": StyleRow(style=replace(QWEN_NEXT, shared_gate=True), qk_norm=True, has_delta=True),
+    "gpt_oss": StyleRow(
+        style=GPT_OSS,
+        keys=(StyleKey("swiglu_limit", "gate_limit"), StyleKey("swiglu_alpha", "gate_slope")),
+        full_every=2,
+        rope_scaling=SHAPES["gpt-oss-20b"].rope_scaling,
+        qkv_bias=True,
+    ),
 }

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
-from superstep.plan.model import mla_models, sliding_window_models
+from superstep.plan.model import mla_models
 from superstep.plan.model.check_shape import check_shape, router_rule
 from superstep.plan.model.hf_config import from_hf_config, model_type, read_json
 from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape
 
-PRICED = mla_models.PRICED | sliding_window_models.PRICED
+PRICED = mla_models.PRICED
 """Named sizes that are priced and not trained."""
 
 
@@ -43,13 +43,7 @@ def _base(config: ModelConfig) -> ModelShape:
     if config.name.endswith(".json"):
         path = Path(config.name)
         kind = read_json(path).get("model_type")
-        if kind in mla_models.KINDS:
-            return mla_models.from_latent_config(path)
-        return (
-            sliding_window_models.from_alternating_config(path)
-            if kind in sliding_window_models.KINDS
-            else from_hf_config(path)
-        )
+        return mla_models.from_latent_config(path) if kind in mla_models.KINDS else from_hf_config(path)
     raise ConfigError(
         f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
         + did_you_mean(config.name, (*SHAPES, *PRICED))

@@ -2,10 +2,10 @@
 
 Llama 3 shapes are those of the published ``config.json`` files (Dubey 2024, table 3); Qwen3 shapes those of the Qwen3
 report (Yang 2025, tables 1 and 2) and its ``config.json`` files, Qwen2.5's of theirs; Mistral's and Mixtral's those of
-``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024); OLMo's and Gemma's those of their
-``config.json`` files. GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a trillion (Narayanan 2021, table 1)
-have a feed-forward of two matrices and width 4 · D; the decoder here has three, so "gpt3-175b" and "1t" take the
-width with the same number of parameters, 8/3 · D, in multiples of 256.
+``mistralai/Mistral-7B-v0.1`` and ``Mixtral-8x7B-v0.1`` (Jiang 2023, 2024); OLMo's, Gemma's and gpt-oss's (OpenAI
+2025, table 1) those of their ``config.json`` files. GPT-3 175B (Brown 2020, table 2.1) and Megatron's model of a
+trillion (Narayanan 2021, table 1) have a feed-forward of two matrices and width 4 · D; the decoder here has three, so
+"gpt3-175b" and "1t" take the width with the same number of parameters, 8/3 · D, in multiples of 256.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from superstep.plan.config import Positions, Router
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.rope import Llama3Rope, RopeScaling, YarnRope
-from superstep.plan.model.style import GEMMA, LLAMA, OLMO, QWEN_NEXT, BlockStyle
+from superstep.plan.model.style import GEMMA, GPT_OSS, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
 MOST_LAYERS, MOST_HEADS, MOST_EXPERTS, MOST_VOCAB = 2048, 1 << 16, 1 << 16, 1 << 24
 MOST_DISTANCE = 1 << 16
@@ -120,7 +120,6 @@ class ModelShape:
         positions: how attention knows the positions of tokens.
         max_distance: with learnt position biases, the distance from which on all have the last one.
         style: how its blocks differ from Llama's.
-        sinks: attention has learned sinks beside each head's scores (gpt-oss).
         init_std: of the normal distribution of initial matrices.
         dropout: the share of the outputs of attention and feed-forward that training drops.
         moe: the experts of each block; None for one feed-forward.
@@ -148,7 +147,6 @@ class ModelShape:
     full_layers: tuple[int, ...] = ()
     positions: Positions = "rope"
     max_distance: int = 128
-    sinks: bool = False
     style: BlockStyle = LLAMA
     init_std: float = 0.02
     dropout: float = 0.0
@@ -174,7 +172,6 @@ class ModelShape:
         parts = {
             "latent attention": self.latent is not None,
             "dense first layers": self.dense_layers > 0,
-            "learned sinks of attention": self.sinks,
         }
         return tuple(words for words, has_it in parts.items() if has_it)
 
@@ -289,6 +286,16 @@ _OLMO_LONG = YarnRope(
 )
 
 
+_GPT_OSS_LONG = YarnRope(
+    factor=32.0,
+    original_tokens=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    attention_factor=1.3465735902799727,
+)
+
+
 def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
     """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face's published configurations.
 
@@ -316,6 +323,18 @@ def dropless(experts: int, experts_per_token: int, balance_weight: float = 0.0, 
 def _make_published_moe(experts: int, experts_per_token: int, coefficient: float, *, layers: int) -> MoeShape:
     weight = balance_weight_of(coefficient, experts_per_token=experts_per_token, layers=layers)
     return dropless(experts, experts_per_token, weight)
+
+
+def _gpt_oss(layers: int, experts: int) -> ModelShape:
+    """gpt-oss's ``config.json`` files. Their coefficient of the router's loss, 0.9, is for a loss that transformers
+    leaves out; this is its usual one.
+    """
+    moe = _make_published_moe(experts, 4, 0.001, layers=layers)
+    return _llama(
+        layers, 2880, 64, 2880, family="qwen3", head_dim=64, vocab=201088, rope_theta=150000.0,
+        rope_scaling=_GPT_OSS_LONG, max_tokens=131072, qkv_bias=True, window=128,
+        full_layers=tuple(range(1, layers, 2)), moe=moe, style=GPT_OSS,
+    )  # fmt: skip
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -391,6 +410,8 @@ SHAPES: dict[str, ModelShape] = {
         moe=replace(_make_published_moe(512, 10, 0.001, layers=48), shared_experts=1),
         delta=DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, is_grouped=True),
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gpt3-175b": _gpt(96, 12288, 96, 32768),
     "1t": _gpt(128, 25600, 160, 68352),
     "mixtral-8x7b": _llama(

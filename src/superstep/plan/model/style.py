@@ -27,6 +27,13 @@ class BlockStyle:
         norms: where a block's norms stand: before attention and feed-forward, after them (OLMo 2) or both (Gemma 2).
         norm_offset: added to the weights of norms (Gemma: 1).
         gate: the activation of the feed-forward's gate.
+        gate_limit: with it, gate and up are clamped to this size, and an expert is
+            down((up + 1) · gate · sigmoid(gate_slope · gate)) (gpt-oss); None for silu(gate) · up.
+        gate_slope: see ``gate_limit``.
+        expert_biases: router and experts have biases, and gate and up of an expert are one matrix, their columns in
+            turn (gpt-oss).
+        attention_sinks: each head has a learned score that joins every query's softmax (gpt-oss).
+        out_bias: the product after attention has a bias.
         wide_qk_norm: with ``qk_norm``, one norm over all heads together (OLMo 2), not one for each head.
         query_scale: multiplies scores; None for 1 / sqrt(head_dim).
         soft_cap: of the scores of attention: a score s becomes soft_cap · tanh(s / soft_cap); None for no cap.
@@ -45,6 +52,11 @@ class BlockStyle:
     norms: Norms = "before"
     norm_offset: float = 0.0
     gate: Gate = "silu"
+    gate_limit: float | None = None
+    gate_slope: float = 1.0
+    expert_biases: bool = False
+    attention_sinks: bool = False
+    out_bias: bool = False
     wide_qk_norm: bool = False
     query_scale: float | None = None
     soft_cap: float | None = None
@@ -68,3 +80,4 @@ LLAMA = BlockStyle()
 OLMO = BlockStyle(norms="after", wide_qk_norm=True)
 GEMMA = BlockStyle(norms="around", norm_offset=1.0, gate="gelu_tanh", scales_embedding=True)
 QWEN_NEXT = BlockStyle(norm_offset=1.0, rotary_share=0.25, output_gate=True)
+GPT_OSS = BlockStyle(expert_biases=True, attention_sinks=True, out_bias=True, gate_limit=7.0, gate_slope=1.702)

@@ -35,17 +35,21 @@ def count_visible_tokens(shape: ModelShape, layer: int, sequence_tokens: int) ->
 
 
 def cut_vectors(shape: ModelShape) -> int:
-    """Elements of a block's biases and of norms over all heads, which tensor parallelism cuts with their heads."""
+    """Elements of a block's biases, of norms over all heads and of sinks, which tensor parallelism cuts with their
+    heads.
+    """
     biases = shape.heads + 2 * shape.kv_heads if shape.qkv_bias else 0
     norms = shape.heads + shape.kv_heads if shape.has_wide_qk_norm else 0
-    return (biases + norms) * shape.head_dim
+    return (biases + norms) * shape.head_dim + (shape.heads if shape.style.attention_sinks else 0)
 
 
 def whole_vectors(shape: ModelShape) -> int:
-    """Elements of a block's other norms."""
+    """Elements of a block's other norms, and of the biases of its output and its router."""
     narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
     heads = 2 * shape.head_dim if shape.qk_norm and not shape.style.wide_qk_norm else 0
-    return shape.style.norm_count * shape.width + heads + narrow
+    biases = shape.width if shape.style.out_bias else 0
+    biases += shape.moe.experts if shape.moe and shape.style.expert_biases else 0
+    return shape.style.norm_count * shape.width + heads + narrow + biases
 
 
 def cut_matrices(shape: ModelShape) -> int:
@@ -69,3 +73,8 @@ def whole_matrices(shape: ModelShape) -> int:
 def feed_forward(shape: ModelShape) -> int:
     """Elements of the matrices of one feed-forward, or of one expert."""
     return 3 * shape.width * shape.ffn
+
+
+def expert_biases(shape: ModelShape) -> int:
+    """Elements of one expert's biases."""
+    return 2 * shape.ffn + shape.width if shape.style.expert_biases else 0

@@ -2,7 +2,8 @@
 
 One ``attend`` for each layer is passed to the trainer's own blocks. It writes the step's keys and values to their
 slots, and reads each text's keys from its pages. In exact mode a row's bits are those of training, which are those of
-``kernels.exact_attention`` where it is compiled, else of ``numerics.invariant_attention``; in fast mode torch attends.
+``kernels.exact_attention`` where it is compiled, else of ``numerics.attention.invariant_attention``; in fast mode torch
+attends.
 
 No kernel of a GPU supports grouped heads together with a mask. There the queries of a key head are rows of one product,
 so that keys are not copied for each query head, and the mask is made in pieces.
@@ -25,7 +26,8 @@ from superstep.engine.exact.position_bias import ExactBias
 from superstep.kernels import exact_attention
 from superstep.kernels.position_bias import Bias
 from superstep.model.fused_attention import fused_attention
-from superstep.numerics.invariant_attention import BLOCK, attend_rows, pad_keys
+from superstep.numerics.attention.attention_sinks import join_sinks
+from superstep.numerics.attention.invariant_attention import BLOCK, attend_rows, pad_keys
 from superstep.numerics.sending import send
 from superstep.numerics.soft_cap import soft_cap as cap_scores
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -39,8 +41,8 @@ MASKED_ROWS = 256
 """Rows of a key head for which a GPU holds a mask at once."""
 
 
-Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention of queries [n, C, N, H] to keys and values [n, L, K, H]: [n, C, N, H]."""
+Mix = Callable[..., Tensor]
+"""Attention of queries [n, C, N, H] to keys and values [n, L, K, H], and sinks [n, C, N] if there are: [n, C, N, H]."""
 
 
 class AttentionInputs:
@@ -68,20 +70,21 @@ class AttentionInputs:
         self._is_exact = is_exact
         self._in_kernel = is_exact and exact_attention.is_for(store.keys.shape[-1], device)
         self._in_pieces = store.keys.is_cuda and not is_exact
-        self._mixes: dict[AttentionRule, tuple[Mix, ...]] = {}
+        self._mixes: dict[tuple[AttentionRule, bool], tuple[Mix, ...]] = {}
 
-    def mixes(self, rule: AttentionRule) -> tuple[Mix, ...]:
+    def mixes(self, rule: AttentionRule, *, has_sinks: bool) -> tuple[Mix, ...]:
         """The attention function of each group, by a layer's rule; made once for all layers with this rule."""
-        if rule not in self._mixes:
-            self._mixes[rule] = tuple(self._mix(group, rule) for group in self.groups)
-        return self._mixes[rule]
+        key = rule, has_sinks
+        if key not in self._mixes:
+            self._mixes[key] = tuple(self._mix(group, rule, has_sinks=has_sinks) for group in self.groups)
+        return self._mixes[key]
 
-    def _mix(self, group: SharedKeys, rule: AttentionRule) -> Mix:
+    def _mix(self, group: SharedKeys, rule: AttentionRule, *, has_sinks: bool) -> Mix:
         starts_nC = torch.zeros_like(group.ends) if rule.window is None else (group.ends - rule.window).clamp_(min=0)
-        if rule.soft_cap is not None:
-            return partial(_exact if self._is_exact else _fast_capped, _hidden(group, starts_nC), rule.soft_cap)
-        if self._in_kernel:
+        if self._in_kernel and rule.soft_cap is None:
             return partial(_exact_in_kernel, starts_nC, group.ends)
+        if rule.soft_cap is not None or (has_sinks and not self._is_exact):
+            return partial(_exact if self._is_exact else _fast_scores, _hidden(group, starts_nC), rule.soft_cap)
         if self._in_pieces:
             return partial(_fast_in_pieces, starts_nC, group.ends)
         if self._is_exact:
@@ -110,19 +113,21 @@ class PagedAttend:
         v_1TKH: Tensor,
         rule: AttentionRule = PLAIN,
         bias: Bias | ExactBias | None = None,
+        sinks_1TN: Tensor | None = None,
     ) -> Tensor:
         """The attention output: [1, T, N, H]."""
         self.store.write(self.layer, self.step.slots, k_1TKH[0], v_1TKH[0])
         out_TNH = torch.empty_like(q_1TNH[0])
         mixes: Sequence[Mix]
         if bias is None:
-            mixes = self.step.mixes(rule)
+            mixes = self.step.mixes(rule, has_sinks=sinks_1TN is not None)
         else:
             added = bias if isinstance(bias, ExactBias) else ExactBias(bias)
             mixes = [partial(_attend_with_bias, group, rule, added) for group in self.step.groups]
         for group, mix in zip(self.step.groups, mixes, strict=True):
             keys, values = self.store.read(self.layer, group.slots)
-            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values).to(out_TNH.dtype)
+            sinks = () if sinks_1TN is None else (sinks_1TN[0][group.rows],)
+            out_TNH[group.rows] = mix(q_1TNH[0][group.rows], keys, values, *sinks).to(out_TNH.dtype)
         return out_TNH[None]
 
 
@@ -152,6 +157,7 @@ def _attend_with_bias(
     q_nCNH: Tensor,
     k_nLKH: Tensor,
     v_nLKH: Tensor,
+    sinks_nCN: Tensor | None = None,
 ) -> Tensor:
     """Attention with a position bias, text by text, as exact mode has it in training."""
     kv_heads, heads = k_nLKH.shape[2], q_nCNH.shape[2] // k_nLKH.shape[2]
@@ -163,7 +169,8 @@ def _attend_with_bias(
         behind_CL = ends_C[:, None] - 1 - place_L
         hidden_CL = behind_CL < 0 if rule.window is None else (behind_CL < 0) | (behind_CL >= rule.window)
         added = bias.compute(rows_KRH, behind_CL, kv_heads)
-        mixed = attend_rows(rows_KRH, keys, values, hidden_CL.repeat(heads, 1), rule.soft_cap, added)
+        sinks = None if sinks_nCN is None else _rows(sinks_nCN[text : text + 1, ..., None].float(), kv_heads)[0]
+        mixed = attend_rows(rows_KRH, keys, values, hidden_CL.repeat(heads, 1), rule.soft_cap, added, sinks)
         out[text] = _unrows(mixed[None], heads)[0].to(out.dtype)
     return out
 
@@ -174,13 +181,25 @@ def _fast(hidden_nCL: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) ->
     return mixed.transpose(1, 2)
 
 
-def _fast_capped(hidden_nCL: Tensor, soft_cap: float, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+def _fast_scores(
+    hidden_nCL: Tensor,
+    soft_cap: float | None,
+    q_nCNH: Tensor,
+    k_nLKH: Tensor,
+    v_nLKH: Tensor,
+    sinks_nCN: Tensor | None = None,
+) -> Tensor:
+    """From all scores at once, with a soft cap or sinks."""
     group = q_nCNH.shape[2] // k_nLKH.shape[2]
     rows, k_nKLH = _rows(q_nCNH, k_nLKH.shape[2]), k_nLKH.transpose(1, 2)
     scores = (rows @ k_nKLH.mT).float().mul_(q_nCNH.shape[-1] ** -0.5)
-    scores = cap_scores(scores, soft_cap)
+    if soft_cap is not None:
+        scores = cap_scores(scores, soft_cap)
     scores.masked_fill_(hidden_nCL.repeat(1, group, 1)[:, None], float("-inf"))
-    return _unrows(scores.softmax(-1).to(v_nLKH.dtype) @ v_nLKH.transpose(1, 2), group)
+    if sinks_nCN is not None:
+        scores = torch.cat((scores, _rows(sinks_nCN[..., None], k_nLKH.shape[2]).float()), -1)
+    weights = scores.softmax(-1)[..., : k_nLKH.shape[1]].to(v_nLKH.dtype)
+    return _unrows(weights @ v_nLKH.transpose(1, 2), group)
 
 
 def _fast_in_pieces(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
@@ -210,16 +229,32 @@ def _unrows(x_nKRH: Tensor, group: int) -> Tensor:
     return heads
 
 
-def _exact_in_kernel(starts_nC: Tensor, ends_nC: Tensor, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+def _exact_in_kernel(
+    starts_nC: Tensor,
+    ends_nC: Tensor,
+    q_nCNH: Tensor,
+    k_nLKH: Tensor,
+    v_nLKH: Tensor,
+    sinks_nCN: Tensor | None = None,
+) -> Tensor:
     q, k, v = (x.float().transpose(1, 2) for x in (q_nCNH, k_nLKH, v_nLKH))
-    mixed, _ = exact_attention.attend(q, k, v, starts_BS=starts_nC, ends_BS=ends_nC)
-    return mixed.transpose(1, 2)
+    mixed, lse = exact_attention.attend(q, k, v, starts_BS=starts_nC, ends_BS=ends_nC)
+    # Rounded to the stream's dtype before the sinks join, as in training.
+    return join_sinks(mixed.transpose(1, 2).to(q_nCNH.dtype), lse, sinks_nCN)[0]
 
 
-def _exact(hidden_nCL: Tensor, soft_cap: float | None, q_nCNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
+def _exact(
+    hidden_nCL: Tensor,
+    soft_cap: float | None,
+    q_nCNH: Tensor,
+    k_nLKH: Tensor,
+    v_nLKH: Tensor,
+    sinks_nCN: Tensor | None = None,
+) -> Tensor:
     n, _, K, _ = k_nLKH.shape
     group = q_nCNH.shape[2] // K
     rows = _rows(q_nCNH.float(), K).flatten(0, 1)
     keys, values = (x.float().transpose(1, 2).flatten(0, 1) for x in (k_nLKH, v_nLKH))
     hidden = hidden_nCL.repeat(1, group, 1).repeat_interleave(K, 0)
-    return _unrows(attend_rows(rows, keys, values, hidden, soft_cap).unflatten(0, (n, K)), group)
+    sinks = None if sinks_nCN is None else _rows(sinks_nCN[..., None].float(), K).flatten(0, 1)
+    return _unrows(attend_rows(rows, keys, values, hidden, soft_cap, None, sinks).unflatten(0, (n, K)), group)

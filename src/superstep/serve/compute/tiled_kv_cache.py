@@ -101,10 +101,10 @@ class TiledAttention:
         placed: dict[int | None, PlacedRows] = {}
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN, bias: Bias | None = None
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN, *others: Tensor | Bias | None
         ) -> Tensor:
             assert not rule.is_blockwise, "choose_backend has torch compute soft caps and biases"
-            assert bias is None
+            assert not others, "and sinks"
             if rule.window not in placed:
                 placed[rule.window] = PlacedRows(parts, self._store.page_tokens, rule.window)
             return self._attend(placed[rule.window], layer, q, k, v)

@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.data.batch import Batch
+from superstep.kernels.position_bias import Bias
 from superstep.model.axes import units
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
-from superstep.model.expert_dispatch import DispatchContext, LocalDispatch
+from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import SamplePlace
@@ -259,8 +260,18 @@ def _documents(starts: Sequence[int]) -> dict[str, Any]:
     """
     ends = [*sorted(set(starts)), len(starts)]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule = PLAIN) -> Tensor:
-        return torch.cat([flash(q[:, a:b], k[:, a:b], v[:, a:b], rule) for a, b in pairwise(ends)], dim=1)
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rule: AttentionRule = PLAIN,
+        bias: Bias | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        def alone(a: int, b: int) -> Tensor:
+            return flash(q[:, a:b], k[:, a:b], v[:, a:b], rule, bias, None if sinks is None else sinks[:, a:b])
+
+        return torch.cat([alone(a, b) for a, b in pairwise(ends)], dim=1)
 
     return {"attend": attend, "positions": torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]}
 

@@ -57,7 +57,7 @@ CHUNK_TOKENS = 512
 GRID_BLOCK = 2**16
 """Numbers that exact mode puts on its grid at once (``numerics.fixed_point``)."""
 KEY_BLOCK = 256
-"""Keys that exact mode's attention sums at once (``numerics.invariant_attention``)."""
+"""Keys that exact mode's attention sums at once (``numerics.attention.invariant_attention``)."""
 
 
 def head_workspace(run: Resolved) -> tuple[int, int]:

@@ -77,8 +77,9 @@ def choose(
         linears = None
     else:
         linears = make_fast(served.modules, built, quantize=settings.quantize or None)
-    # The compiled attention has neither soft cap nor position bias.
-    if built.library is None or linears is None or shape.has_blockwise_rule:
+    # The compiled attention has neither soft cap nor position bias nor sinks.
+    is_plain = not shape.has_blockwise_rule and not shape.style.attention_sinks
+    if built.library is None or linears is None or not is_plain:
         store = KvCache(**room, dtype=dtype, device=device.torch)
         attending = PagedAttention(store, is_exact=is_exact)
         return TorchForward(served, attending, tp, device), RankMemory(served, store, linears)

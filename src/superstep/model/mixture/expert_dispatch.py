@@ -13,7 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from superstep.model.experts import Experts, sort_by_expert, spread, unsort
+from superstep.model.mixture.biased_experts import BiasedExperts
+from superstep.model.mixture.experts import Experts, sort_by_expert, spread, unsort
 from superstep.numerics.noise import Noise, SamplePlace
 
 
@@ -78,7 +79,7 @@ class ExpertDispatch(Protocol):
         evaluation.
         """
 
-    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts | BiasedExperts) -> Tensor:
         """Each token through its experts, by their global numbers: [T, k, D], zeros for NOBODY."""
 
     def tell(self, layer: int, counts: LayerRouterCounts) -> None:
@@ -112,7 +113,7 @@ class LocalDispatch:
         places = (SamplePlace(seed=now.seed, step=now.step, sample=n, is_training=True) for n in now.sequences)
         return torch.cat([Noise(place).normal(f"router.{layer}", like) for place in places])
 
-    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts) -> Tensor:
+    def run(self, x_TD: Tensor, expert_Tk: Tensor, experts: Experts | BiasedExperts) -> Tensor:
         order_R, rows_E = sort_by_expert(expert_Tk, experts.held)
         y_RD = experts(spread(x_TD, order_R, expert_Tk.shape[1]), rows_E, self._part(order_R, expert_Tk))
         return unsort(y_RD, order_R).view(*expert_Tk.shape, -1)

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superstep.numerics.attention_operator import connect_gradients, empty, no_gradient
-from superstep.numerics.score_bias import add_bias, add_bias_gradient
+from superstep.numerics.attention.attention_operator import connect_gradients, empty, no_gradient
+from superstep.numerics.attention.attention_sinks import join_sinks
+from superstep.numerics.attention.score_bias import add_bias, add_bias_gradient
 from superstep.numerics.soft_cap import soft_cap, soft_cap_slope_
 
 BLOCK = 128
@@ -60,7 +61,7 @@ class ScoreRule:
         return int(self.ahead + mine.start - keys.start)
 
 
-def attend_blockwise(
+def attend_blockwise(  # noqa: PLR0913
     q_BSNH: Tensor,
     k_BSKH: Tensor,
     v_BSKH: Tensor,
@@ -69,6 +70,7 @@ def attend_blockwise(
     soft_cap: float | None = None,
     bias: Tensor | None = None,
     starts_BS: Tensor | None = None,
+    sinks_BSN: Tensor | None = None,
 ) -> Tensor:
     """The output of causal attention, [B, S, N, H].
 
@@ -76,20 +78,28 @@ def attend_blockwise(
         window, soft_cap: as in ``plan.model.attention_rule``.
         bias: the tensor of a ``kernels.position_bias.Bias``.
         starts_BS: for each position the start of its document, int64, on any device; None for 0.
+        sinks_BSN: of each query (``numerics.attention.attention_sinks``).
     """
-    settings = starts_BS, bias, window or 0, soft_cap or 0.0
+    settings = starts_BS, bias, sinks_BSN, window or 0, soft_cap or 0.0
     out_BSNH: Tensor = blockwise_attention(q_BSNH, k_BSKH, v_BSKH, *settings)[0]
     return out_BSNH
 
 
 @torch.library.custom_op("superstep::blockwise_attention", mutates_args=())
-def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, bias: Tensor | None, window: int, soft_cap: float
+def blockwise_attention(  # noqa: PLR0913
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    window: int,
+    soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
     """The output [B, S, N, H] and its lse [B, N, S], fp32; 0 for no window and no cap."""
     out, lse = empty(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     attend_part(q, k, v, ScoreRule(window=window, soft_cap=soft_cap, bias=bias, starts=starts), out, lse)
-    return out, lse
+    return join_sinks(out, lse, sinks)
 
 
 @torch.library.custom_op("superstep::blockwise_attention_backward", mutates_args=())

@@ -31,16 +31,22 @@ GROUPED_CAPABILITIES = (9, 10)
 
 
 class GroupedLinear(nn.Module):
-    """A linear for each expert, without bias: weights stacked as [E, O, I]."""
+    """A linear for each expert, without bias: weights stacked as [E, O, I], or with ``is_transposed`` as [E, I, O]."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, *, is_transposed: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
+        sides = (inputs, outputs) if is_transposed else (outputs, inputs)
+        self.weight = nn.Parameter(torch.empty(experts, *sides))
+        self.is_transposed = is_transposed
         nn.init.normal_(self.weight, 0.0, inputs**-0.5)
+
+    def by_output(self, x: Tensor) -> Tensor:
+        """A tensor of the weight's shape as [E, O, I]: a view."""
+        return x.transpose(1, 2) if self.is_transposed else x
 
     def forward(self, x_RI: Tensor, rows_E: Tensor, part_R: Tensor | None = None) -> Tensor:
         """[R, O]; zeros for padding rows. The part of the sequence of each row has no effect here."""
-        return grouped_linear(x_RI, self.weight, rows_E)
+        return grouped_linear(x_RI, self.by_output(self.weight), rows_E)
 
 
 class Experts(nn.Module):

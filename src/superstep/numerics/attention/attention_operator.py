@@ -1,10 +1,11 @@
 """Gradients and fake results of an attention operator, in one place for all that there are.
 
-    forward     (q, k, v, starts, bias, *settings)                       to  (out, lse)
+    forward     (q, k, v, starts, bias, sinks, *settings)                to  (out, lse)
     backward    (grad, q, k, v, out, lse, starts, bias, *settings)       to  (dq, dk, dv, dbias), or (dq, dkv, dbias)
 
-Queries are [B, S, N, H], keys and values [B, T, K, H], the log-sum-exp (lse) of scores [B, N, S] in fp32. ``starts``
-and ``bias`` are tensors or None. A gradient of no bias is an empty tensor, as operators return no None.
+Queries are [B, S, N, H], keys and values [B, T, K, H], the log-sum-exp (lse) of scores [B, N, S] in fp32. ``starts``,
+``bias`` and ``sinks`` are tensors or None. A gradient of no bias is an empty tensor, as operators return no None. The
+output and lse have the sinks in them, so that ``backward`` needs no more (``numerics.attention.attention_sinks``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+
+from superstep.numerics.attention.attention_sinks import sinks_gradient
 
 BIAS = 3
 """The place of the bias after grad, q, k and v: out, lse and starts come before it."""
@@ -27,15 +30,18 @@ def connect_gradients(forward: CustomOpDef, backward: CustomOpDef, *, is_stacked
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:  # noqa: ANN401
-        q, k, v, starts, bias, *ctx.settings = inputs
-        ctx.save_for_backward(q, k, v, *output, starts, bias)
+        q, k, v, starts, bias, sinks, *ctx.settings = inputs
+        ctx.save_for_backward(q, k, v, *output, starts, bias, sinks)
         ctx.mark_non_differentiable(output[1])
 
     def go_back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        saved = ctx.saved_tensors  # read once, as recomputation needs
-        dq, *dkv, dbias = backward(grad.contiguous(), *saved, *ctx.settings)
+        *saved, sinks = ctx.saved_tensors  # read once, as recomputation needs
+        grad = grad.contiguous()
+        dq, *dkv, dbias = backward(grad, *saved, *ctx.settings)
         dk, dv = dkv[0].unbind() if is_stacked else dkv
-        return dq, dk, dv, None, None if saved[-1] is None else dbias, *(None for _ in ctx.settings)
+        _, _, _, out, lse, _, bias = saved
+        dsinks = None if sinks is None else sinks_gradient(grad, out, lse, sinks)
+        return dq, dk, dv, None, None if bias is None else dbias, dsinks, *(None for _ in ctx.settings)
 
     def fake(q: Tensor, k: Tensor, v: Tensor, *others: object) -> tuple[Tensor, Tensor]:
         return empty(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
