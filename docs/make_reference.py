@@ -238,8 +238,8 @@ _FAMILIES = [
     (
         "`gpt_oss`",
         "gpt-oss",
-        "experts with biases and clamped gates; biases and sinks of attention; a window in every other layer; weights in "
-        "MXFP4 are read",
+        "experts with biases and clamped gates; biases and sinks of attention; a window in every other layer; MXFP4 is "
+        "read",
     ),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
     ("`superstep_bias`", "only Superstep", "position biases: `model.positions`"),
