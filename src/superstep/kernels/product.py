@@ -125,6 +125,11 @@ def add_by_fp32(total_TO: Tensor, left_TI: Tensor, right_IO: Tensor, scale: floa
 
 
 def _onednn(x: Tensor, weight_OI: Tensor) -> Tensor:
+    """oneDNN's product. A weight with gaps between rows, such as every other row of a tensor, it multiplies one number
+    after the other: [384, 800] took 1.2 s in place of 0.6 ms on a Sapphire Rapids core.
+    """
+    if not (weight_OI.is_contiguous() or weight_OI.t().is_contiguous()):
+        weight_OI = weight_OI.contiguous()
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight_OI, None, "none", [], "")
     return out
 
