@@ -1,5 +1,6 @@
 """Runs on ragged samples: trained, resumed, and proven on every layout; faults in their rows are named."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +45,11 @@ def weights(folder):
     return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
 
 
-def test_a_run_goes_on_with_the_same_bits(here):
+def test_a_run_goes_on_with_the_same_bits(here, capfd):
     assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
+    assert re.search(
+        r"\d0 samples are packed into \d\d rows; filled are \d\d% of (values|tokens),", capfd.readouterr().out
+    )
     shutil.copytree("whole", "run")
     shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
     assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
@@ -123,7 +127,7 @@ def test_samples_of_a_row_do_not_see_each_other():
     weight = conv.weight.permute(0, 2, 1).flatten(1)
     out = neighbours_within(x, numbers) @ weight.T + conv.bias
     heads = x.unflatten(-1, (2, 4))
-    seen = attend_within(heads, heads, heads, numbers)
+    seen = attend_within(heads, heads, heads, numbers_BS=numbers)
     means = mean_within(x, numbers, 3)
     for number, part in ((0, slice(0, 3)), (1, slice(3, 5))):
         torch.testing.assert_close(out[0, part], conv(x[:, part].mT)[0].T)

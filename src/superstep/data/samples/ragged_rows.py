@@ -139,6 +139,14 @@ def pack_rows(sizes: Sequence[Sizes], capacities: Mapping[str, int]) -> PackedRo
     return PackedRows(packs, np.array(counted, np.int64))
 
 
+def describe_rows(sizes: Sequence[Sizes], capacities: Mapping[str, int]) -> str:
+    """How full the rows of a split are, in one line."""
+    rows = len(pack_rows(sizes, capacities).samples)
+    shares = {name: sum(one[name] for one in sizes) / (rows * room) for name, room in capacities.items()}
+    parts = ", ".join(f"{share:.0%} of {name}" for name, share in shares.items())
+    return f"{len(sizes):,} samples are packed into {rows:,} rows; filled are {parts}."
+
+
 def count_targets(sizes: Sizes) -> int:
     """The targets of a sample with a loss."""
     return sizes.get(COUNTED, sizes[TARGET])
