@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from digits import write_digits
+from prompts import write_prompts
 from superstep.cli.flags.options import DEMO
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.errors import ConfigError
@@ -21,6 +22,7 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 WORLD = {
     "bench": 2,
+    "audio_language": 2,
     "breadth_first_zero3": 4,
     "demo": 2,
     "denseformer": 2,
@@ -40,9 +42,10 @@ WORLD = {
 
 @pytest.fixture(autouse=True)
 def _root(monkeypatch, tmp_path):
-    """Paths in a recipe start at the repository; here at a folder with the recipes, and digits to read."""
+    """Paths in a recipe start at the repository; here at a folder with the recipes, and digits and prompts to read."""
     (tmp_path / "recipes").symlink_to(FOLDER)
     write_digits(tmp_path / "runs" / "digits")
+    write_prompts(tmp_path / "runs" / "prompts")
     monkeypatch.chdir(tmp_path)
 
 

@@ -66,7 +66,7 @@ class Mix(nn.Module):
 
     def forward(self, x, numbers):
         qkv = self.qkv(x).unflatten(-1, (3, 2, 4)).unbind(2)
-        return x + self.drop(self.out(attend_within(*qkv, numbers[:, ::2]).flatten(2)))
+        return x + self.drop(self.out(attend_within(*qkv, numbers_BS=numbers[:, ::2]).flatten(2)))
 
 
 class Classify(nn.Linear):

@@ -13,10 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from superstep.model.fused_attention import fused_attention
+from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
-def attend_within(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, numbers_BS: Tensor) -> Tensor:
-    """Attention of each place to all places of its sample, [B, S, N, H]. Padding sees padding."""
+def attend_within(
+    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, *, numbers_BS: Tensor
+) -> Tensor:
+    """Attention of each place to all places of its sample, [B, S, N, H], in both directions. Padding sees padding.
+
+    With ``partial(attend_within, numbers_BS=...)`` a decoder's block sees both directions; only the plain rule is
+    possible.
+    """
+    assert rule == PLAIN, f"attention in both directions has no {rule}"
     q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
     is_visible_B1SS = (numbers_BS[:, :, None] == numbers_BS[:, None, :])[:, None]
     return fused_attention(q_BNSH, k_BKSH, v_BKSH, is_visible_B1SS).transpose(1, 2)
