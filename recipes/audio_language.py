@@ -108,7 +108,7 @@ class Classify(nn.Linear):
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     """The stem, the blocks and the classifier. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
-    width, layers, heads = config.model.width or 128, config.model.layers or 3, config.model.heads or 4
+    width, layers, heads = config.model.width or 96, config.model.layers or 2, config.model.heads or 3
     shape = ModelShape(
         family="llama", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
         vocab=len(LANGUAGES), tied=False, qk_norm=False, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,

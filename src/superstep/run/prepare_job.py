@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from superstep.data.samples.ragged_rows import describe_rows
-from superstep.data.samples.sample_file import SampleFile
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.samples.source import describe_rows, open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config
@@ -133,8 +131,8 @@ def _newest_of(run: Resolved, folder: RunFolder) -> Path | None:
 def _say_passes(run: Resolved, corpus: Path, console: Console) -> None:
     """Show how full rows of ragged samples are, and a message if a step uses the data more than once."""
     opened, batch = open_source(corpus), run.config.train.batch_sequences
-    if isinstance(opened, SampleFile) and opened.size is not None:
-        console.say(describe_rows(opened.sizes("train"), opened.fields.capacities))
+    if (rows := describe_rows(opened)) is not None:
+        console.say(rows)
     if isinstance(opened, Corpus) and opened.manifest.train_tokens >= (batch + 1) * run.config.data.sequence_tokens:
         return  # then there are enough sequences, and counting is unnecessary
     passes = passes_of_a_step(batch, stream_of(run.config, opened, "train").sequences)

@@ -139,8 +139,8 @@ def pack_rows(sizes: Sequence[Sizes], capacities: Mapping[str, int]) -> PackedRo
     return PackedRows(packs, np.array(counted, np.int64))
 
 
-def describe_rows(sizes: Sequence[Sizes], capacities: Mapping[str, int]) -> str:
-    """How full the rows of a split are, in one line."""
+def write_filled(sizes: Sequence[Sizes], capacities: Mapping[str, int]) -> str:
+    """How full the rows of some samples are, in one line."""
     rows = len(pack_rows(sizes, capacities).samples)
     shares = {name: sum(one[name] for one in sizes) / (rows * room) for name, room in capacities.items()}
     parts = ", ".join(f"{share:.0%} of {name}" for name, share in shares.items())

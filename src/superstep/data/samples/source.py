@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from superstep.data.batch import BatchSource, SplitName
+from superstep.data.samples.ragged_rows import write_filled
 from superstep.data.samples.sample_file import SampleFile, open_samples
 from superstep.data.samples.sample_stream import SampleStream
 from superstep.data.token_files import Corpus, open_corpus
@@ -45,6 +46,13 @@ def bytes_per_token(source: Source) -> float | None:
 def unigram_nats(source: Source) -> float | None:
     """The loss of a model that knows only how frequent each token is, in nats; None for samples."""
     return source.manifest.unigram_nats if isinstance(source, Corpus) else None
+
+
+def describe_rows(source: Source) -> str | None:
+    """How full the rows of training are, in one line; None where a row is no pack of ragged samples."""
+    if isinstance(source, Corpus) or source.size is None:
+        return None
+    return write_filled(source.sizes("train"), source.fields.capacities)
 
 
 def check_kind(source: Source, place: Path, *, is_pairs: bool) -> None:
