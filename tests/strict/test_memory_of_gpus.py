@@ -28,7 +28,8 @@ from superstep.model import moe
 from superstep.model.mixture.router import route
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
+from superstep.plan.model.shape import dropless
+from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
@@ -133,6 +134,14 @@ FAMILIES = {
     "gemma2": {"window": 24, "full_layers": (1, 3), "style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
     "gemma3": {"qk_norm": True, "window": 24, "full_layers": (3,), "style": replace(GEMMA, local_theta=500.0)},
     "granite": {"style": BlockStyle(embedding_scale=2.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0)},
+    "gpt_oss": {
+        "qkv_bias": True,
+        "window": 24,
+        "full_layers": (1, 3),
+        "ffn": 96,
+        "moe": dropless(8, 2, 0.01),
+        "style": GPT_OSS,
+    },
     "alibi": {"positions": "alibi"},
     "t5": {"positions": "t5", "max_distance": 40},
     "relative": {"positions": "relative", "max_distance": 40},

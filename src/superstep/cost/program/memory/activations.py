@@ -100,7 +100,13 @@ from superstep.cost.program.gradient_flow import (
     trains_table,
 )
 from superstep.cost.program.lora import READS, count_kept_inner, count_kept_outputs
-from superstep.cost.program.memory.temporaries import block_workspace, head_workspace, input_workspace, keeps_gate
+from superstep.cost.program.memory.temporaries import (
+    block_workspace,
+    count_inner,
+    head_workspace,
+    input_workspace,
+    keeps_gate,
+)
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.model.shape import T5_BUCKETS, MoeShape
 from superstep.plan.model.style import NORM_NAMES
@@ -222,7 +228,7 @@ def _norms_of_heads(d: LocalDims, e: int, run: Resolved, flow: GradientFlow) -> 
 def _keys(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
     """Bytes of keys and values as attention keeps them; that by blocks of queries keeps what it was given."""
     if not is_exact(run):
-        is_expanded = run.kept.expanded_keys and not rule.is_blockwise
+        is_expanded = run.kept.expanded_keys and not (rule.is_blockwise or run.shape.style.attention_sinks)
         return d.T * 2 * (d.N if is_expanded else d.K) * d.H * e
     return d.T * 2 * d.K * d.H * FP32 * (run.plan.mesh.cp if run.plan.context == "ring" else 1)
 
@@ -239,6 +245,8 @@ def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
         return 0
     if not run.kept.window_blocks:
         return d.S * INDEX
+    if run.shape.style.attention_sinks:  # as with a soft cap, each block of queries is computed again
+        return 0
     ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
     return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
 
@@ -267,7 +275,7 @@ def _exchange_bytes(d: LocalDims, e: int, run: Resolved) -> int:
 
 def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
     R, mesh = d.m * moe.experts_per_token, run.plan.mesh
-    inner = (3 + run.kept.silu) * (R + d.m * moe.shared_experts)
+    inner = count_inner(run) * (R + d.m * moe.shared_experts)
     rows = 2 * R * d.D * e + R * e + inner * d.F * e
     orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + moe.experts * INDEX
     return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)

@@ -84,7 +84,7 @@ def block_workspace(run: Resolved) -> tuple[int, int]:
     if moe is None:
         return 0, max(2 * d.Tf * d.F - d.t * d.D, 0) * e
     shared = d.m * moe.shared_experts
-    outputs = d.m * moe.experts_per_token * d.D - (3 + run.kept.silu) * shared * d.F
+    outputs = d.m * moe.experts_per_token * d.D - count_inner(run) * shared * d.F
     forward = max(outputs, 3 * d.m * d.D if shared else 0) - d.t * d.D
     return max(forward, 0) * e, max(_mixture(run, d) - d.t * d.D, 0) * e
 
@@ -103,7 +103,7 @@ def input_workspace(run: Resolved, product_gradients: int) -> int:
     else:
         R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
         made = R * max(3 * d.F, 3 * d.D - d.F) - shared * d.F + (d.m * d.D if shared else 0)
-        dropped = (2 + run.kept.silu) * (R + shared) * d.F + R * d.D
+        dropped = (count_inner(run) - 1) * (R + shared) * d.F + R * d.D
     return max((made - d.t * d.D) * e, product_gradients - dropped * e, 0)
 
 
@@ -118,6 +118,11 @@ def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
     if run.shape.positions != "rope":
         tables = 0
     return ids + tables * (microbatches * d.T if run.config.data.is_masked else d.S) * 2 * d.H * e
+
+
+def count_inner(run: Resolved) -> int:
+    """Tensors of an expert's inner width that are kept of a row: gate, up and their product; and silu of the gate."""
+    return 3 if run.shape.style.gate_limit is not None else 3 + run.kept.silu
 
 
 def keeps_gate(run: Resolved) -> bool:
@@ -148,7 +153,7 @@ def _mixture(run: Resolved, d: LocalDims) -> int:
     of_experts = max(2 * rows * d.F, rows * d.D, rows * d.F + of_weights)
     if not shared:
         return of_experts
-    return max(2 * shared * d.F, of_experts - (3 + run.kept.silu) * shared * d.F + d.m * d.D)
+    return max(2 * shared * d.F, of_experts - count_inner(run) * shared * d.F + d.m * d.D)
 
 
 def _exact_block(run: Resolved, d: LocalDims) -> int:
