@@ -11,7 +11,8 @@ from longer import many_ranks
 from superstep.engine.parallel import state_passing
 from superstep.engine.parallel.state_passing import NeighboursOverRanks, ScanOverRanks, list_positions
 from superstep.model.mixers.gated_delta import WholeScan
-from superstep.numerics.delta_rule.chunks import CHUNK, Piece
+from superstep.numerics.delta_rule.chunks import Piece
+from superstep.plan.model.attention_rule import DELTA_CHUNK
 from superstep.plan.sharding.sequence import positions
 
 B, K, N, H, V, TAPS = 3, 2, 4, 8, 12, 4
@@ -68,7 +69,7 @@ def one_by_one(q, k, v, g, beta, starts):
 
 
 @EXACT
-@pytest.mark.parametrize("tokens", [5, 2 * CHUNK + 9])
+@pytest.mark.parametrize("tokens", [5, 2 * DELTA_CHUNK + 9])
 def test_chunks_compute_what_tokens_one_after_the_other_do(tokens, is_exact):
     given, grad = inputs(tokens)
     starts = starts_of(tokens)
@@ -82,7 +83,7 @@ def test_chunks_compute_what_tokens_one_after_the_other_do(tokens, is_exact):
 
 @EXACT
 def test_documents_packed_have_the_bits_of_documents_alone(is_exact):
-    tokens = 3 * CHUNK
+    tokens = 3 * DELTA_CHUNK
     given, grad = inputs(tokens)
     starts = starts_of(tokens)
     packed = compute(WholeScan(starts, is_exact=is_exact), given, grad)
@@ -211,4 +212,4 @@ def test_a_planted_fault_is_seen(fault, pool):
 
 
 def test_pieces_are_sorted_by_their_chunks():
-    assert [Piece(0, 0, end).chunks for end in (1, CHUNK, CHUNK + 1)] == [1, 1, 2]
+    assert [Piece(0, 0, end).chunks for end in (1, DELTA_CHUNK, DELTA_CHUNK + 1)] == [1, 1, 2]

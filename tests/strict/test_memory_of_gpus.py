@@ -27,9 +27,10 @@ from superstep.kernels import triton_loader
 from superstep.model import moe
 from superstep.model.mixture.router import route
 from superstep.plan.config import ModelConfig
+from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.shape import dropless
-from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, BlockStyle
+from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
@@ -129,6 +130,7 @@ def test_a_peak_is_its_prediction(pool, name):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
 
 
+DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=32, value_dim=32)
 FAMILIES = {
     "olmo2": {"qk_norm": True, "style": OLMO},
     "gemma2": {"window": 24, "full_layers": (1, 3), "style": replace(GEMMA, soft_cap=2.0, logit_cap=3.0)},
@@ -142,6 +144,7 @@ FAMILIES = {
         "moe": dropless(8, 2, 0.01),
         "style": GPT_OSS,
     },
+    "qwen3.5": {"qk_norm": True, "full_layers": (3,), "style": QWEN_NEXT, "delta": DELTA},
     "alibi": {"positions": "alibi"},
     "t5": {"positions": "t5", "max_distance": 40},
     "relative": {"positions": "relative", "max_distance": 40},
@@ -158,6 +161,28 @@ def test_a_peak_of_a_family_is_its_prediction(pool, name, layout, tmp_path):
     ranks = rank_bytes(run, compile_step(run.plan))
     for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
+
+
+WIDE_DELTA = DeltaShape(key_heads=4, value_heads=8, key_dim=64, value_dim=64)
+OF_DELTA = {
+    "selective": BF16 | {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "ring": {"cp": 2},
+    "zb-h1": BF16 | {"pp": 2, "schedule": "zb-h1"},
+    "documents": {"masked": True},
+}
+
+
+@pytest.mark.parametrize("layout", OF_DELTA)
+def test_a_peak_within_linear_attention_is_near_its_prediction(pool, layout, tmp_path):
+    """Where a layer's fp32 terms are what a step peaks with."""
+    path, plain = tmp_path / "config.json", on_gpu(OF_DELTA[layout], {"vocab": 512})
+    shape = replace(plain.shape, qk_norm=True, full_layers=(3,), style=QWEN_NEXT, delta=WIDE_DELTA)
+    path.write_text(json.dumps(to_hf_config(shape)))
+    run = with_kept(resolve(replace(plain.config, model=ModelConfig(name=str(path)))), Device("cuda", 0))
+    ranks = rank_bytes(run, compile_step(run.plan))
+    for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
+        assert abs(peak / ranks[at].bytes - 1) < 5 * NEAR, (at, peak, ranks[at].bytes)
 
 
 def of_a_layout(name):

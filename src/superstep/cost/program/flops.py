@@ -218,9 +218,9 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
             shape.moe.experts * (feed_forward(shape) + expert_biases(shape)) if shape.moe else 0,
         )
 
-    usual = [block(shape)] * (shape.layers - shape.dense_layers)
+    known = {each: block(each) for each in {shape.at(layer) for layer in range(shape.layers)}}
     head = UnitParameters(0 if shape.tied else table, D)
-    return UnitParameters(table), *[block(shape.at(0))] * shape.dense_layers, *usual, head
+    return UnitParameters(table), *(known[shape.at(layer)] for layer in range(shape.layers)), head
 
 
 def parameters(shape: ModelShape) -> int:

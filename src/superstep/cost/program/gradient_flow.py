@@ -24,7 +24,14 @@ from superstep.plan.model.style import NORM_NAMES
 from superstep.plan.resolution.lora import ENDS
 from superstep.plan.resolution.resolve import Resolved
 
-PLACES = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 2, "gate_proj": 4, "up_proj": 4, "down_proj": 5}
+_INTO_LINEAR = tuple(f"in_proj_{end}" for end in ("qkv", "z", "b", "a", "qkvz", "ba"))
+PLACES = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", *_INTO_LINEAR), 1),
+    **dict.fromkeys(("o_proj", "out_proj"), 2),
+    "gate_proj": 4,
+    "up_proj": 4,
+    "down_proj": 5,
+}
 """The place of each linear."""
 ATTENTION, OUTPUT, BETWEEN, GATE, DOWN, AFTER, NONE = 1, 2, 3, 4, 5, 6, 7
 
@@ -80,7 +87,7 @@ def _place(run: Resolved, layer: str) -> int:
     norms = ((before, 0), (after, BETWEEN), (before_inner, BETWEEN), (after_inner, AFTER))
     places = {
         **PLACES,
-        **dict.fromkeys(("q_norm", "k_norm", "position_bias"), ATTENTION),
+        **dict.fromkeys(("q_norm", "k_norm", "position_bias", "conv1d", "linear_attn", "norm"), ATTENTION),
         **{name: at for name, at in norms if name},
     }
     return places.get(layer, GATE)

@@ -25,10 +25,12 @@ CONVENTION = (
 """What ``flops_per_token`` counts, in the words of a display."""
 
 READS = {
+    **dict.fromkeys((f"in_proj_{end}" for end in ("qkv", "z", "b", "a", "qkvz", "ba")), "first norm"),
     "q_proj": "first norm",
     "k_proj": "first norm",
     "v_proj": "first norm",
     "o_proj": "attention",
+    "out_proj": "attention",
     "gate_proj": "second norm",
     "up_proj": "second norm",
     "down_proj": "gate",

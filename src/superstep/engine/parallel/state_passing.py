@@ -23,8 +23,14 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.parallel.zigzag import by_rank, gather_kv
 from superstep.model.mixers.short_convolution import AddTaps, convolve
-from superstep.numerics.delta_rule.chunks import Chunks, Piece, list_chunks
-from superstep.numerics.delta_rule.operator import delta_rule, empty_states, join_gradients, split_gradient
+from superstep.numerics.delta_rule.chunks import Chunks, Piece, list_chunks, make_room, take_rows
+from superstep.numerics.delta_rule.operator import (
+    delta_rule,
+    empty_states,
+    put_gradients,
+    split_gradient,
+    take_gradients,
+)
 from superstep.numerics.delta_rule.rule import (
     Terms,
     backward,
@@ -233,8 +239,9 @@ def delta_rule_over_ranks(
         state = both[..., state.shape[-1] :] @ state + both[..., : state.shape[-1]]
     own = torch.stack([entering[number] for number in _runs_of(ranks)], 1)
     passed = pass_states(terms, runs.chunks.steps, runs.place(own, runs.entering), FAST)
-    out = runs.chunks.join(read_states(terms, passed, FAST), v)
-    return out.to(v.dtype).contiguous(), own, through.contiguous()
+    room = make_room(v)
+    runs.chunks.put(read_states(terms, passed, FAST), room)
+    return take_rows(room, v), own, through.contiguous()
 
 
 @torch.library.custom_op("superstep::delta_rule_over_ranks_backward", mutates_args=())
@@ -267,7 +274,9 @@ def _delta_rule_over_ranks_backward(  # noqa: PLR0913
         state = both[..., state.shape[-1] :].transpose(-1, -2) @ state + both[..., : state.shape[-1]]
     after = torch.stack([leaving[number] for number in _runs_of(ranks)], 1)
     of_corrected, of_states, _ = pass_gradients(terms, steps, read, runs.place(after, runs.leaving), FAST)
-    return join_gradients(backward(terms, passed, grad, of_corrected, of_states, FAST), chunks, inputs)
+    rooms = [make_room(x) for x in inputs]
+    put_gradients(backward(terms, passed, grad, of_corrected, of_states, FAST), chunks, rooms)
+    return take_gradients(rooms, inputs)
 
 
 @delta_rule_over_ranks.register_fake

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
+from superstep.cost.program.time.delta_operations import rule_operations
 from superstep.cost.program.time.operation import (
     AttentionOperation,
     Axis,
@@ -28,6 +29,7 @@ from superstep.cost.program.time.operation import (
     collect,
 )
 from superstep.hardware.cluster import Collective
+from superstep.plan.model.attention_rule import DELTA_CHUNK
 from superstep.plan.sharding.sequence import blocks
 
 _ATEN, _C10D = torch.ops.aten, torch.ops.c10d
@@ -163,6 +165,8 @@ class OperationRecorder(TorchDispatchMode):
             yield _attention(name, given)
         elif name.startswith("document_attention"):  # as if every sequence was one document
             yield _attention(name, [x.transpose(1, 2) for x in given[:3]])
+        elif name.startswith("delta_rule"):
+            yield from _delta_rule(name, given)
         elif name.startswith("ring_attention"):
             yield from self._ring(name, args, given)
         elif name.rstrip("_").endswith("mm"):
@@ -216,6 +220,14 @@ class OperationRecorder(TorchDispatchMode):
         group = next(x for x in tree_iter(args) if isinstance(x, torch.ScriptObject))
         axis = self._axes[dist.ProcessGroup.unbox(group).group_name]
         yield CollectiveOperation(collective=collective, axis=axis, bytes=size)
+
+
+def _delta_rule(name: str, given: Sequence[Tensor]) -> Iterator[Operation]:
+    """As if every sequence was one document; what ranks exchange of it is small."""
+    is_backward = "backward" in name
+    q, _, v = given[1:4] if is_backward else given[:3]
+    (B, S, K, H), (N, V) = q.shape, v.shape[2:]
+    yield from rule_operations(B * -(-S // DELTA_CHUNK), K, N, H, V, is_backward=is_backward)
 
 
 def _even(pairs: int, experts: int) -> Tensor:

@@ -80,7 +80,7 @@ def _alike(run: Resolved, unit: int, last: int) -> int:
     """The first unit with the same operations."""
     if run.decoder is None or unit in (0, last):
         return unit
-    kinds = [(run.decoder.rule(layer), flow_of(run, layer + 1)) for layer in range(unit)]
+    kinds = [(run.decoder.mixer(layer), flow_of(run, layer + 1)) for layer in range(unit)]
     return 1 + kinds.index(kinds[-1])
 
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64
-"""Tokens of a chunk (Yang 2024, sec. 3.3)."""
+from superstep.plan.model.attention_rule import DELTA_CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class Piece:
 
     @property
     def chunks(self) -> int:
-        return -(-(self.end - self.first) // CHUNK)
+        return -(-(self.end - self.first) // DELTA_CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +58,21 @@ class Chunks:
         out: Tensor = spare.index_select(0, self.places.flatten()).unflatten(0, self.places.shape)
         return out
 
-    def join(self, x_MCX: Tensor, like_BSX: Tensor) -> Tensor:
-        """The inverse: [B, S, ...]."""
-        B, S = like_BSX.shape[:2]
-        out = x_MCX.new_empty(B * S + 1, *x_MCX.shape[2:])
-        out.index_copy_(0, self.places.flatten(), x_MCX.flatten(0, 1))
-        joined: Tensor = out[: B * S].unflatten(0, (B, S))
-        return joined
+    def put(self, x_MCX: Tensor, into: Tensor) -> None:
+        """The inverse: write the tokens into ``room``."""
+        into.index_copy_(0, self.places.flatten(), x_MCX.flatten(0, 1).to(into.dtype))
+
+
+def make_room(like_BSX: Tensor) -> Tensor:
+    """Room for the tokens of rows side by side, and for one that is not there: [B · S + 1, ...]."""
+    B, S = like_BSX.shape[:2]
+    return like_BSX.new_empty(B * S + 1, *like_BSX.shape[2:])
+
+
+def take_rows(room: Tensor, like_BSX: Tensor) -> Tensor:
+    """The rows that were put into a room: [B, S, ...]."""
+    rows: Tensor = room[:-1].view(like_BSX.shape)
+    return rows
 
 
 def list_chunks(pieces: Sequence[Piece], tokens: int, beyond: int, device: torch.device) -> Chunks:
@@ -76,11 +83,26 @@ def list_chunks(pieces: Sequence[Piece], tokens: int, beyond: int, device: torch
     starts, ends = [], []
     for n, count in enumerate(counts):
         for piece in ordered[:count]:
-            starts.append(piece.row * tokens + piece.first + n * CHUNK)
+            starts.append(piece.row * tokens + piece.first + n * DELTA_CHUNK)
             ends.append(piece.row * tokens + piece.end)
-    places = torch.tensor(starts)[:, None] + torch.arange(CHUNK)
+    places = torch.tensor(starts)[:, None] + torch.arange(DELTA_CHUNK)
     places = places.where(places < torch.tensor(ends)[:, None], beyond)
     return Chunks(ordered, places.to(device, non_blocking=True), counts)
+
+
+def group_pieces(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
+    """Pieces in groups of at most ``most`` chunks, or of one piece: many short documents take no more memory at once
+    than a long one, though each has a chunk of its own.
+    """
+    groups: list[list[Piece]] = []
+    count = most
+    for piece in sorted(pieces, key=lambda piece: -piece.chunks):
+        if count + piece.chunks > most:
+            groups.append([])
+            count = 0
+        groups[-1].append(piece)
+        count += piece.chunks
+    return groups
 
 
 def find_pieces(starts: Tensor | None, rows: int, tokens: int) -> list[Piece]:

@@ -7,12 +7,20 @@ Selective recompute keeps the operator's result, and a compiler sees one call fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from superstep.numerics.delta_rule.chunks import Chunks, find_pieces, list_chunks
+from superstep.numerics.delta_rule.chunks import (
+    Chunks,
+    find_pieces,
+    group_pieces,
+    list_chunks,
+    make_room,
+    take_rows,
+)
 from superstep.numerics.delta_rule.rule import (
     Inputs,
     Terms,
@@ -25,6 +33,7 @@ from superstep.numerics.delta_rule.rule import (
     widen,
 )
 from superstep.numerics.delta_rule.sums import Sums
+from superstep.plan.model.attention_rule import DELTA_CHUNK
 
 
 @torch.library.custom_op("superstep::delta_rule", mutates_args=())
@@ -41,11 +50,12 @@ def delta_rule(
         starts: int64 [B, S] on the host, the start of each token's document; None for one document in each row.
         is_exact: whether bits must not depend on the layout.
     """
-    sums = Sums(is_exact)
-    chunks = _chunks_of(q, starts)
-    terms = find_terms((q, k, v, g, beta), chunks, sums)
-    out = read_states(terms, pass_states(terms, chunks.steps, empty_states(terms, chunks), sums), sums)
-    return chunks.join(out, v)[..., : v.shape[-1]].to(v.dtype).contiguous()
+    sums, room = Sums(is_exact), make_room(v)
+    for chunks in _list_groups(q, starts):
+        terms = find_terms((q, k, v, g, beta), chunks, sums)
+        out = read_states(terms, pass_states(terms, chunks.steps, empty_states(terms, chunks), sums), sums)
+        chunks.put(out[..., : v.shape[-1]], room)
+    return take_rows(room, v)
 
 
 @torch.library.custom_op("superstep::delta_rule_backward", mutates_args=())
@@ -54,14 +64,17 @@ def _delta_rule_backward(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, g and beta."""
     sums, inputs = Sums(is_exact), (q, k, v, g, beta)
-    chunks = _chunks_of(q, starts)
-    terms = find_terms(inputs, chunks, sums)
-    none = empty_states(terms, chunks)
-    passed = pass_states(terms, chunks.steps, none, sums)
-    grad = split_gradient(grad, chunks, sums)
-    read = read_gradients(terms, grad, sums)
-    of_corrected, of_states, _ = pass_gradients(terms, chunks.steps, read, none, sums)
-    return join_gradients(backward(terms, passed, grad, of_corrected, of_states, sums), chunks, inputs)
+    rooms = [make_room(x) for x in inputs]
+    for chunks in _list_groups(q, starts):
+        terms = find_terms(inputs, chunks, sums)
+        none = empty_states(terms, chunks)
+        passed = pass_states(terms, chunks.steps, none, sums)
+        of_out = split_gradient(grad, chunks, sums)
+        of_corrected, of_states, _ = pass_gradients(
+            terms, chunks.steps, read_gradients(terms, of_out, sums), none, sums
+        )
+        put_gradients(backward(terms, passed, of_out, of_corrected, of_states, sums), chunks, rooms)
+    return take_gradients(rooms, inputs)
 
 
 def empty_states(terms: Terms, chunks: Chunks) -> Tensor:
@@ -74,20 +87,24 @@ def split_gradient(grad: Tensor, chunks: Chunks, sums: Sums) -> Tensor:
     return sums.pad(widen(chunks.split(grad))).transpose(1, 2).contiguous()
 
 
-def join_gradients(
-    by_chunk: tuple[Tensor, ...], chunks: Chunks, inputs: Inputs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of the inputs, in their shapes and dtypes."""
-    dq, dk, dv, dg, dbeta = (chunks.join(x, like) for x, like in zip(by_chunk, inputs, strict=True))
-    wide = (x[..., : like.shape[-1]] for x, like in zip((dq, dk, dv), inputs, strict=False))
-    dq, dk, dv, dg, dbeta = (x.to(like.dtype).contiguous() for x, like in zip((*wide, dg, dbeta), inputs, strict=True))
+def put_gradients(by_chunk: Sequence[Tensor], chunks: Chunks, rooms: Sequence[Tensor]) -> None:
+    """Write the gradients of the inputs of some chunks into their rooms."""
+    for x, room in zip(by_chunk, rooms, strict=True):
+        chunks.put(x[..., : room.shape[-1]], room)
+
+
+def take_gradients(rooms: Sequence[Tensor], inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the inputs, in their shapes."""
+    dq, dk, dv, dg, dbeta = (take_rows(room, like) for room, like in zip(rooms, inputs, strict=True))
     return dq, dk, dv, dg, dbeta
 
 
-def _chunks_of(q: Tensor, starts: Tensor | None) -> Chunks:
+def _list_groups(q: Tensor, starts: Tensor | None) -> Iterator[Chunks]:
+    """The chunks of all documents, in groups of as many tokens as there are."""
     rows, tokens = q.shape[:2]
-    host = None if starts is None else starts.cpu()
-    return list_chunks(find_pieces(host, rows, tokens), tokens, rows * tokens, q.device)
+    pieces = find_pieces(None if starts is None else starts.cpu(), rows, tokens)
+    for group in group_pieces(pieces, -(-tokens // DELTA_CHUNK) * rows):
+        yield list_chunks(group, tokens, rows * tokens, q.device)
 
 
 @delta_rule.register_fake

@@ -1,4 +1,4 @@
-"""AttentionRule: what a layer's attention does beyond causal attention to all tokens."""
+"""AttentionRule: what attention does beyond causal attention to all tokens; and DeltaShape: linear attention."""
 
 from __future__ import annotations
 
@@ -33,3 +33,32 @@ class AttentionRule:
 
 PLAIN = AttentionRule()
 """Causal attention to all tokens."""
+
+
+DELTA_CHUNK = 64
+"""Tokens that linear attention takes at once (Yang 2024, sec. 3.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape:
+    """Linear attention by the gated delta rule (Yang 2024), in the place of attention.
+
+    Attributes:
+        key_heads: heads of queries and keys, of ``key_dim`` numbers; each serves value_heads / key_heads neighbours.
+        value_heads: heads of values, of ``value_dim`` numbers.
+        taps: tokens that the convolution before it reads, the own one and those before it.
+        is_grouped: whether one projection has queries, keys, values and gates, by key head (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    is_grouped: bool = False
+
+    @property
+    def sections(self) -> tuple[int, int, int]:
+        """Rows of all queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim

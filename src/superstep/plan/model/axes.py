@@ -23,9 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from superstep.plan.config import Positions
+from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
-from superstep.plan.model.shape import ROTATED, T5_BUCKETS, DeltaShape, Latent, ModelShape, MoeShape
+from superstep.plan.model.shape import ROTATED, T5_BUCKETS, Latent, ModelShape, MoeShape
 from superstep.plan.model.style import NORM_NAMES
 
 Axes = tuple[str, ...]

@@ -8,6 +8,7 @@ from typing import get_args
 
 from superstep.errors import ConfigError
 from superstep.plan.config import Positions, Router
+from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.shape import (
     MOST_DISTANCE,
     MOST_EXPERTS,
@@ -16,7 +17,6 @@ from superstep.plan.model.shape import (
     MOST_NUMBERS,
     MOST_VOCAB,
     T5_BUCKETS,
-    DeltaShape,
     ModelShape,
     MoeShape,
 )

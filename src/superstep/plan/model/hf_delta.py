@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_families import ModelType
 from superstep.plan.model.json_reader import JsonKeys
-from superstep.plan.model.shape import DeltaShape, ModelShape
+from superstep.plan.model.shape import ModelShape
 
 _TYPES = {True: "full_attention", False: "linear_attention"}
 _SHARE = "partial_rotary_factor"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from superstep.plan.config import Positions, Router
-from superstep.plan.model.attention_rule import AttentionRule
+from superstep.plan.model.attention_rule import AttentionRule, DeltaShape
 from superstep.plan.model.rope import Llama3Rope, RopeScaling, YarnRope
 from superstep.plan.model.style import GEMMA, GPT_OSS, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
@@ -78,31 +78,6 @@ class Latent:
 
     query_rank: int
     key_rank: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeltaShape:
-    """Linear attention by the gated delta rule (Yang 2024), in the place of attention.
-
-    Attributes:
-        key_heads: heads of queries and keys, of ``key_dim`` numbers; each serves value_heads / key_heads neighbours.
-        value_heads: heads of values, of ``value_dim`` numbers.
-        taps: tokens that the convolution before it reads, the own one and those before it.
-        is_grouped: whether one projection has queries, keys, values and gates, by key head (Qwen3-Next).
-    """
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int = 4
-    is_grouped: bool = False
-
-    @property
-    def sections(self) -> tuple[int, int, int]:
-        """Rows of all queries, keys and values."""
-        keys = self.key_heads * self.key_dim
-        return keys, keys, self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +158,10 @@ class ModelShape:
         """The rule of a layer's attention."""
         window = None if layer in self.full_layers else self.window
         return AttentionRule(window=window, soft_cap=self.style.soft_cap, positions=self.positions)
+
+    def mixer(self, layer: int) -> AttentionRule | DeltaShape:
+        """The rule of a layer's attention, or its linear attention."""
+        return self.at(layer).delta or self.rule(layer)
 
     @property
     def embedding_scale(self) -> float:

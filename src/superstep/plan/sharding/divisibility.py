@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig, setting_text
-from superstep.plan.model.shape import DeltaShape, ModelShape
+from superstep.plan.model.attention_rule import DeltaShape
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from superstep.plan.model.attention_rule import DELTA_CHUNK, DeltaShape
 from superstep.plan.model.shape import ROTATED, ModelShape
 
 
@@ -10,15 +11,23 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
 
     Only products count; the backward pass takes twice as many in every unit.
     """
-    dense, usual = (2 * _active(each) for each in (shape.at(0), shape.at(shape.layers)))
 
     def block(layer: int) -> int:
+        own = shape.at(layer)
+        if own.delta is not None:
+            return _delta_flops(own.delta) + 2 * _active(own)
         # Scores are products of queries and keys, and sum values.
         visible = count_visible_tokens(shape, layer, sequence_tokens)
-        attention = 2 * visible * shape.heads * (2 * shape.head_dim + shape.turned)
-        return attention + (dense if layer < shape.dense_layers else usual)
+        return 2 * visible * shape.heads * (2 * shape.head_dim + shape.turned) + 2 * _active(own)
 
     return 0, *map(block, range(shape.layers)), 2 * shape.width * shape.vocab
+
+
+def _delta_flops(delta: DeltaShape) -> int:
+    """Operations of the gated delta rule for one token: products within its chunk, and with the state."""
+    of_keys = 2 * delta.key_heads * DELTA_CHUNK * delta.key_dim
+    within = DELTA_CHUNK * (2 * delta.value_dim + delta.key_dim)
+    return 2 * (of_keys + delta.value_heads * (within + 3 * delta.key_dim * delta.value_dim))
 
 
 def _active(shape: ModelShape) -> int:
@@ -38,6 +47,8 @@ def cut_vectors(shape: ModelShape) -> int:
     """Elements of a block's biases, of norms over all heads and of sinks, which tensor parallelism cuts with their
     heads.
     """
+    if shape.delta is not None:  # decays, and steps of them
+        return 2 * shape.delta.value_heads
     biases = shape.heads + 2 * shape.kv_heads if shape.qkv_bias else 0
     norms = shape.heads + shape.kv_heads if shape.has_wide_qk_norm else 0
     return (biases + norms) * shape.head_dim + (shape.heads if shape.style.attention_sinks else 0)
@@ -47,6 +58,8 @@ def whole_vectors(shape: ModelShape) -> int:
     """Elements of a block's other norms, and of the biases of its output and its router."""
     narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
     heads = 2 * shape.head_dim if shape.qk_norm and not shape.style.wide_qk_norm else 0
+    if shape.delta is not None:
+        heads = shape.delta.value_dim
     biases = shape.width if shape.style.out_bias else 0
     biases += shape.moe.experts if shape.moe and shape.style.expert_biases else 0
     return shape.style.norm_count * shape.width + heads + narrow + biases
@@ -56,6 +69,11 @@ def cut_matrices(shape: ModelShape) -> int:
     """Elements of a block's matrices that tensor parallelism cuts: attention's, and a single feed-forward's."""
     D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = 0 if shape.moe else feed_forward(shape)
+    if shape.delta is not None:
+        mixed, (*_, values) = sum(shape.delta.sections), shape.delta.sections
+        return D * (mixed + 2 * values + 2 * shape.delta.value_heads) + mixed * shape.delta.taps + inner
+    if shape.style.output_gate:
+        inner += D * queries
     if shape.latent is None:
         return D * (queries + 2 * keys) + queries * D + inner
     turned = queries + shape.heads * ROTATED
@@ -67,7 +85,8 @@ def whole_matrices(shape: ModelShape) -> int:
     narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + ROTATED
     if shape.moe is None:
         return shape.width * narrow
-    return shape.width * (narrow + shape.moe.logits) + shape.moe.shared_experts * feed_forward(shape)
+    gate = 1 if shape.style.shared_gate else 0
+    return shape.width * (narrow + shape.moe.logits + gate) + shape.moe.shared_experts * feed_forward(shape)
 
 
 def feed_forward(shape: ModelShape) -> int:

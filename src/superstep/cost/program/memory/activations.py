@@ -100,6 +100,7 @@ from superstep.cost.program.gradient_flow import (
     trains_table,
 )
 from superstep.cost.program.lora import READS, count_kept_inner, count_kept_outputs
+from superstep.cost.program.memory import linear_attention
 from superstep.cost.program.memory.temporaries import (
     block_workspace,
     count_inner,
@@ -107,7 +108,7 @@ from superstep.cost.program.memory.temporaries import (
     input_workspace,
     keeps_gate,
 )
-from superstep.plan.model.attention_rule import AttentionRule
+from superstep.plan.model.attention_rule import AttentionRule, DeltaShape
 from superstep.plan.model.shape import T5_BUCKETS, MoeShape
 from superstep.plan.model.style import NORM_NAMES
 from superstep.plan.resolution.resolve import Resolved
@@ -128,11 +129,13 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and trains_embed else tokens
     head = _head(run, d, e)
     of_head = _head_products(run, d, e) if trains_head else (0, 0)
-    kinds = [(run.shape.rule(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
-    selective = _block_selective(d, e, run)
+    kinds = [(run.shape.mixer(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
     blocks = {
-        kind: (_block(d, e, run, *kind), selective, boundary, boundary, _block_products(d, e, run, kind[1]))
-        for kind in dict.fromkeys(kinds)
+        (mixer, flow): (
+            *(_block(d, e, run, mixer, flow), _block_selective(d, e, run, mixer), boundary, boundary),
+            _block_products(d, e, run, mixer, flow),
+        )
+        for mixer, flow in dict.fromkeys(kinds)
     }
     kept = [
         (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if trains_embed else (0, 0)),
@@ -142,7 +145,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     head_forward, head_backward = head_workspace(run)
     workspaces = [
         (0, 0, 0),
-        *((*block_workspace(run), input_workspace(run, blocks[kind][-1][1])) for kind in kinds),
+        *((*block_workspace(run, kind[0]), input_workspace(run, blocks[kind][-1][1], kind[0])) for kind in kinds),
         (head_forward, head_backward, max(head_backward, of_head[1])),
     ]
     return tuple(
@@ -165,14 +168,15 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     )
 
 
-def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: GradientFlow) -> int:
+def _block(d: LocalDims, e: int, run: Resolved, mixer: AttentionRule | DeltaShape, flow: GradientFlow) -> int:
     shape = run.shape
     inputs = _product_inputs(d, run, flow)
     norms = sum(map(flow.reaches, _list_norm_places(run)))
     stream = _norm_inputs(run, d, flow) * e + inputs.get("first norm", 0) * e + norms * d.t * FP32
-    attention = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
-    attention += _norms_of_heads(d, e, run, flow) if shape.qk_norm else 0
-    attention += _sliding(d, e, run, rule) + _bias(d, e, run)
+    if isinstance(mixer, AttentionRule):
+        attention = _attention(d, e, run, mixer, flow)
+    else:
+        attention = linear_attention.kept_whole(run, d, e, mixer)
     if not flow.reaches(ATTENTION):
         attention = inputs.get("attention", 0) * e
     if shape.moe is None:
@@ -180,6 +184,13 @@ def _block(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: Gradi
     else:
         feed_forward = _mixture(d, e, shape.moe, run)
     return stream + attention + feed_forward + count_kept_inner(run) * e
+
+
+def _attention(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: GradientFlow) -> int:
+    kept = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
+    kept += _norms_of_heads(d, e, run, flow) if run.shape.qk_norm else 0
+    kept += 2 * d.T * d.N * d.H * e * run.shape.style.output_gate  # the gate, and what it gives
+    return kept + _sliding(d, e, run, rule) + _bias(d, e, run)
 
 
 def _product_inputs(d: LocalDims, run: Resolved, flow: GradientFlow) -> dict[str, int]:
@@ -278,7 +289,8 @@ def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
     inner = count_inner(run) * (R + d.m * moe.shared_experts)
     rows = 2 * R * d.D * e + R * e + inner * d.F * e
     orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + moe.experts * INDEX
-    return d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
+    kept = d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
+    return kept + (d.m * (d.D + 1) * e if run.shape.style.shared_gate else 0)
 
 
 def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
@@ -295,11 +307,13 @@ def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
     return kept + tokens // d.S * E * FP32
 
 
-def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
+def _block_selective(d: LocalDims, e: int, run: Resolved, mixer: AttentionRule | DeltaShape) -> int:
     moe = run.shape.moe
     if is_exact(run):
         return d.t * d.D * e
-    attention = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
+    attention = d.T * ((1 + run.shape.style.output_gate) * d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
+    if isinstance(mixer, DeltaShape):
+        attention = linear_attention.kept_products(run, d, e, mixer)
     kept = d.t * d.D * e + attention + d.T * d.D * e
     if run.shape.positions == "t5":
         kept += d.N * (run.shape.max_distance + 1) * FP32
@@ -310,7 +324,9 @@ def _block_selective(d: LocalDims, e: int, run: Resolved) -> int:
     return kept + d.m * moe.logits * FP32 + 2 * (R + shared) * d.F * e + outputs * d.D * e
 
 
-def _block_products(d: LocalDims, e: int, run: Resolved, flow: GradientFlow) -> tuple[int, int]:
+def _block_products(
+    d: LocalDims, e: int, run: Resolved, mixer: AttentionRule | DeltaShape, flow: GradientFlow
+) -> tuple[int, int]:
     """Inputs of the products, and gradients of their outputs."""
     shape = run.shape
     if run.config.lora:
@@ -325,7 +341,10 @@ def _block_products(d: LocalDims, e: int, run: Resolved, flow: GradientFlow) -> 
         return sum(_product_inputs(d, run, flow).values()) * e, gradients
     vectors = _vectors(run, d)
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
-    gradients = d.T * (d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
+    gradients = d.T * ((1 + run.shape.style.output_gate) * d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
+    if isinstance(mixer, DeltaShape):
+        inner, outer = linear_attention.product_bytes(run, d, e, mixer)
+        inputs, gradients = d.T * d.D * e + inner, outer + shape.style.norm_count * d.D * FP32
     if shape.moe is None:
         return inputs + d.Tf * (d.D + d.F) * e, gradients + d.Tf * (d.D + 2 * d.F) * e
     # Of experts and shared ones; the router's gradient is made at once.

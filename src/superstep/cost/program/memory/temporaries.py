@@ -50,6 +50,8 @@ from __future__ import annotations
 from superstep.cost.program.buffers import ELEMENT_BYTES, FP32, INDEX, TOKEN, is_exact, zero_stage
 from superstep.cost.program.flops import LocalDims, local_dims
 from superstep.cost.program.gradient_flow import trains_table
+from superstep.cost.program.memory import linear_attention
+from superstep.plan.model.attention_rule import AttentionRule, DeltaShape
 from superstep.plan.resolution.resolve import Resolved
 
 CHUNK_TOKENS = 512
@@ -76,8 +78,16 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
     return forward, backward + of_weight
 
 
-def block_workspace(run: Resolved) -> tuple[int, int]:
-    """The same of a block."""
+def block_workspace(run: Resolved, mixer: AttentionRule | DeltaShape) -> tuple[int, int]:
+    """The same of a block: of its feed-forward, or of its linear attention where that is larger."""
+    own = _feed_forward_workspace(run)
+    if isinstance(mixer, AttentionRule):
+        return own
+    of_mixer = linear_attention.workspace(run, local_dims(run), mixer)
+    return max(own[0], of_mixer[0]), max(own[1], of_mixer[1])
+
+
+def _feed_forward_workspace(run: Resolved) -> tuple[int, int]:
     d, e, moe = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.shape.moe
     if is_exact(run):
         return 0, _exact_block(run, d)
@@ -89,7 +99,7 @@ def block_workspace(run: Resolved) -> tuple[int, int]:
     return max(forward, 0) * e, max(_mixture(run, d) - d.t * d.D, 0) * e
 
 
-def input_workspace(run: Resolved, product_gradients: int) -> int:
+def input_workspace(run: Resolved, product_gradients: int, mixer: AttentionRule | DeltaShape) -> int:
     """Bytes of a block's BackwardInput.
 
     Args:
@@ -97,14 +107,15 @@ def input_workspace(run: Resolved, product_gradients: int) -> int:
     """
     d, e, moe = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute], run.shape.moe
     if is_exact(run) or run.config.lora is not None:
-        return max(block_workspace(run)[1], product_gradients)
+        return max(block_workspace(run, mixer)[1], product_gradients)
     if moe is None:
         made, dropped = 3 * d.Tf * d.F, (2 + keeps_gate(run)) * d.Tf * d.F
     else:
         R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
         made = R * max(3 * d.F, 3 * d.D - d.F) - shared * d.F + (d.m * d.D if shared else 0)
         dropped = (count_inner(run) - 1) * (R + shared) * d.F + R * d.D
-    return max((made - d.t * d.D) * e, product_gradients - dropped * e, 0)
+    of_mixer = linear_attention.workspace(run, d, mixer)[1] if isinstance(mixer, DeltaShape) else 0
+    return max((made - d.t * d.D) * e, product_gradients - dropped * e, of_mixer)
 
 
 def step_bytes(run: Resolved, *, has_blocks: bool) -> int:

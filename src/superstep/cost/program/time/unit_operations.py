@@ -32,7 +32,9 @@ from superstep.cost.program.gradient_flow import (
     trains_table,
 )
 from superstep.cost.program.lora import LoraLinear, count_kept_outputs, list_adapted_linears
+from superstep.cost.program.memory.linear_attention import DeltaDims
 from superstep.cost.program.memory.temporaries import CHUNK_TOKENS
+from superstep.cost.program.time.delta_operations import rule_operations
 from superstep.cost.program.time.operation import (
     AttentionOperation,
     CollectiveOperation,
@@ -42,14 +44,14 @@ from superstep.cost.program.time.operation import (
     Operations,
     UnitOperations,
 )
-from superstep.plan.model.attention_rule import AttentionRule
+from superstep.plan.model.attention_rule import DELTA_CHUNK, AttentionRule, DeltaShape
 from superstep.plan.model.shape import MoeShape
 from superstep.plan.resolution.resolve import Resolved
 
 
 def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on one rank, in model order."""
-    kinds = [(run.shape.rule(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
+    kinds = [(run.shape.mixer(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
     blocks = {kind: _block(run, *kind, 1 + kinds.index(kind)) for kind in dict.fromkeys(kinds)}
     return _embedding(run), *(blocks[kind] for kind in kinds), _head(run)
 
@@ -88,17 +90,14 @@ def _seam(run: Resolved, size: int) -> tuple[Operations, Operations]:
     )
 
 
-def _block(run: Resolved, rule: AttentionRule, flow: GradientFlow, unit: int) -> UnitOperations:
+def _block(run: Resolved, mixer: AttentionRule | DeltaShape, flow: GradientFlow, unit: int) -> UnitOperations:
     d, e = local_dims(run), ELEMENT_BYTES[run.config.numerics.compute]
-    named, adapted = tuple(_linears(run, d)), list_adapted_linears(run)
+    named, adapted = (*_projections(run, d, mixer), *_linears(run, d)), list_adapted_linears(run)
     linears = tuple(linear for _, linear in named)
     factors = tuple(factor for one in adapted for factor in _factors(one))
-    attention = _attention(run, d, rule)
-    heads = d.T * (d.N + d.K) * d.H
+    mixed, mixed_back = (tuple(_mixing(run, d, mixer, is_backward=each)) for each in (False, True))
     style = run.shape.style
-    moved = (4 * style.norm_count + 2 * 3) * d.t * d.D + (7 + (4 if run.shape.qk_norm else 0)) * heads + _inner(run, d)
-    moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
-    moved += 2 * d.T * d.N * d.H if style.query_scale is not None else 0
+    moved = (4 * style.norm_count + 2 * 3) * d.t * d.D + _inner(run, d) + _moved_by(run, d, mixer)
     moved += 2 * 2 * d.t * d.D if style.residual_scale != 1.0 else 0
     sent, returned = tuple(_messages(run, d, e)), tuple(_messages(run, d, e, flow))
     owned = rank_parameters(run)[unit]
@@ -113,11 +112,11 @@ def _block(run: Resolved, rule: AttentionRule, flow: GradientFlow, unit: int) ->
     # Selective recomputation does everything again but the products and attention.
     again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
     return UnitOperations(
-        forward=(*linears, *factors, attention, plain, *sent),
+        forward=(*linears, *factors, *mixed, plain, *sent),
         backward=(
             *again,
             *map(_input_gradient, inputs),
-            *((_back(attention),) if flow.reaches(ATTENTION) else ()),
+            *(mixed_back if flow.reaches(ATTENTION) else ()),
             *weight,
             MemoryOperation(kernel="copy", bytes=2 * e * moved),
             *returned,
@@ -146,11 +145,52 @@ def _pick_inner(adapted: Sequence[LoraLinear], flow: GradientFlow) -> Iterator[M
         yield from (first, second) if flow.has_input_gradient(one.linear) else (second,)
 
 
+def _projections(run: Resolved, d: LocalDims, mixer: AttentionRule | DeltaShape) -> Iterator[Named]:
+    """The products into and out of a mixer."""
+    if isinstance(mixer, AttentionRule):
+        gate = 2 if run.shape.style.output_gate else 1
+        yield ("q_proj",), MatmulOperation(rows=d.T, inner=d.D, width=gate * d.N * d.H)
+        yield ("k_proj", "v_proj"), MatmulOperation(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
+        yield ("o_proj",), MatmulOperation(rows=d.T, inner=d.N * d.H, width=d.D)
+        return
+    x = DeltaDims.of(mixer, run)
+    values, gates = x.N * x.V, 2 * x.N
+    if mixer.is_grouped:
+        yield ("in_proj_qkvz",), MatmulOperation(rows=d.T, inner=d.D, width=x.mixed + values)
+        yield ("in_proj_ba",), MatmulOperation(rows=d.T, inner=d.D, width=gates)
+    else:
+        yield ("in_proj_qkv",), MatmulOperation(rows=d.T, inner=d.D, width=x.mixed)
+        yield ("in_proj_z",), MatmulOperation(rows=d.T, inner=d.D, width=values)
+        yield ("in_proj_b", "in_proj_a"), MatmulOperation(rows=d.T, inner=d.D, width=x.N, count=2)
+    yield ("out_proj",), MatmulOperation(rows=d.T, inner=values, width=d.D)
+
+
+def _mixing(
+    run: Resolved, d: LocalDims, mixer: AttentionRule | DeltaShape, *, is_backward: bool
+) -> Iterator[Operation]:
+    """A mixer's own operations in one direction."""
+    if isinstance(mixer, AttentionRule):
+        attention = _attention(run, d, mixer)
+        yield _back(attention) if is_backward else attention
+        return
+    x = DeltaDims.of(mixer, run)
+    yield from rule_operations(-(-d.T // DELTA_CHUNK), x.K, x.N, x.H, x.V, is_backward=is_backward)
+
+
+def _moved_by(run: Resolved, d: LocalDims, mixer: AttentionRule | DeltaShape) -> int:
+    """Elements that a mixer moves beside its products: norms, rotation, biases, gates, the convolution."""
+    if isinstance(mixer, DeltaShape):
+        x = DeltaDims.of(mixer, run)
+        return d.T * ((3 * mixer.taps + 2) * x.mixed + 9 * x.N * x.V)
+    style = run.shape.style
+    moved = (7 + (4 if run.shape.qk_norm else 0)) * d.T * (d.N + d.K) * d.H
+    moved += 2 * d.T * (d.N + 2 * d.K) * d.H if run.shape.qkv_bias else 0
+    moved += 5 * d.T * d.N * d.H if style.output_gate else 0
+    return moved + (2 * d.T * d.N * d.H if style.query_scale is not None else 0)
+
+
 def _linears(run: Resolved, d: LocalDims) -> Iterator[Named]:
     shape = run.shape
-    yield ("q_proj",), MatmulOperation(rows=d.T, inner=d.D, width=d.N * d.H)
-    yield ("k_proj", "v_proj"), MatmulOperation(rows=d.T, inner=d.D, width=d.K * d.H, count=2)
-    yield ("o_proj",), MatmulOperation(rows=d.T, inner=d.N * d.H, width=d.D)
     if shape.moe is None:
         yield ("gate_proj", "up_proj"), MatmulOperation(rows=d.Tf, inner=d.D, width=d.F, count=2)
         yield ("down_proj",), MatmulOperation(rows=d.Tf, inner=d.F, width=d.D)
