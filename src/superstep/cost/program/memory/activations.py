@@ -189,8 +189,8 @@ def _block(d: LocalDims, e: int, run: Resolved, mixer: AttentionRule | DeltaShap
 def _attention(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: GradientFlow) -> int:
     kept = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
     kept += _norms_of_heads(d, e, run, flow) if run.shape.qk_norm else 0
-    kept += 2 * d.T * d.N * d.H * e * run.shape.style.output_gate  # the gate, and what it gives
-    return kept + _sliding(d, e, run, rule) + _bias(d, e, run)
+    gate = 2 * d.T * d.N * d.H * e * run.shape.style.output_gate  # and what it gives
+    return kept + gate + _sliding(d, e, run, rule) + _bias(d, e, run)
 
 
 def _product_inputs(d: LocalDims, run: Resolved, flow: GradientFlow) -> dict[str, int]:
@@ -289,8 +289,7 @@ def _mixture(d: LocalDims, e: int, moe: MoeShape, run: Resolved) -> int:
     inner = count_inner(run) * (R + d.m * moe.shared_experts)
     rows = 2 * R * d.D * e + R * e + inner * d.F * e
     orders = R * (INDEX if mesh.ep == 1 else 2 * INDEX) + moe.experts * INDEX
-    kept = d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
-    return kept + (d.m * (d.D + 1) * e if run.shape.style.shared_gate else 0)
+    return (1 + run.shape.style.shared_gate) * d.m * d.D * e + rows + orders + _router(d, moe, mesh.cp)
 
 
 def _router(d: LocalDims, moe: MoeShape, cp: int) -> int:
