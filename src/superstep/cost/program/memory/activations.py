@@ -176,7 +176,7 @@ def _block(d: LocalDims, e: int, run: Resolved, mixer: AttentionRule | DeltaShap
     if isinstance(mixer, AttentionRule):
         attention = _attention(d, e, run, mixer, flow)
     else:
-        attention = linear_attention.kept_whole(run, d, e, mixer)
+        attention = linear_attention.count_kept(run, d, e, mixer)
     if not flow.reaches(ATTENTION):
         attention = inputs.get("attention", 0) * e
     if shape.moe is None:
@@ -312,7 +312,7 @@ def _block_selective(d: LocalDims, e: int, run: Resolved, mixer: AttentionRule |
         return d.t * d.D * e
     attention = d.T * ((1 + run.shape.style.output_gate) * d.N + 2 * d.K) * d.H * e + d.T * d.N * (d.H * e + FP32)
     if isinstance(mixer, DeltaShape):
-        attention = linear_attention.kept_products(run, d, e, mixer)
+        attention = linear_attention.count_products(run, d, e, mixer)
     kept = d.t * d.D * e + attention + d.T * d.D * e
     if run.shape.positions == "t5":
         kept += d.N * (run.shape.max_distance + 1) * FP32
@@ -342,7 +342,7 @@ def _block_products(
     inputs = d.T * d.D * e + d.T * d.N * d.H * e
     gradients = d.T * ((1 + run.shape.style.output_gate) * d.N + 2 * d.K) * d.H * e + d.T * d.D * e + vectors * FP32
     if isinstance(mixer, DeltaShape):
-        inner, outer = linear_attention.product_bytes(run, d, e, mixer)
+        inner, outer = linear_attention.count_deferred(run, d, e, mixer)
         inputs, gradients = d.T * d.D * e + inner, outer + shape.style.norm_count * d.D * FP32
     if shape.moe is None:
         return inputs + d.Tf * (d.D + d.F) * e, gradients + d.Tf * (d.D + 2 * d.F) * e

@@ -44,27 +44,27 @@ class DeltaDims:
         return 2 * self.K * self.H + self.N * self.V
 
 
-def kept_whole(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> int:
+def count_kept(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> int:
     """Bytes that a block keeps, beside the input of the projections."""
     x = DeltaDims.of(delta, run)
     values, heads = d.T * x.N * x.V, d.T * x.N
-    return (3 * d.T * x.mixed + 5 * values + heads) * e + 4 * heads * FP32 + _kept_states(run, d, x)
+    return (3 * d.T * x.mixed + 5 * values + heads) * e + 4 * heads * FP32 + _count_states(run, d, x)
 
 
-def kept_products(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> int:
+def count_products(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> int:
     """Bytes of what projections and the rule gave, which selective recompute keeps."""
     x = DeltaDims.of(delta, run)
-    return d.T * (x.mixed + 2 * x.N * x.V + 2 * x.N) * e + _kept_states(run, d, x)
+    return d.T * (x.mixed + 2 * x.N * x.V + 2 * x.N) * e + _count_states(run, d, x)
 
 
-def product_bytes(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> tuple[int, int]:
+def count_deferred(run: Resolved, d: LocalDims, e: int, delta: DeltaShape) -> tuple[int, int]:
     """For BackwardWeight: the input of the last projection, and the gradients of all projections' outputs."""
     x = DeltaDims.of(delta, run)
     small = x.mixed * delta.taps + 2 * x.N + x.V
     return d.T * x.N * x.V * e, d.T * (x.mixed + x.N * x.V + 2 * x.N + d.D) * e + small * FP32
 
 
-def workspace(run: Resolved, d: LocalDims, delta: DeltaShape) -> tuple[int, int]:
+def count_workspace(run: Resolved, d: LocalDims, delta: DeltaShape) -> tuple[int, int]:
     """Bytes that the rule makes in its forward and in its backward."""
     x = DeltaDims.of(delta, run)
     rows = run.plan.microbatch * (2 if run.plan.mesh.cp > 1 else 1)
@@ -73,11 +73,11 @@ def workspace(run: Resolved, d: LocalDims, delta: DeltaShape) -> tuple[int, int]
     terms = x.K * 2 * x.H + x.N * (4 * DELTA_CHUNK + 4 * x.H + 3 * x.V)
     forward = terms + x.N * (states + 3 * x.V)
     backward = terms + x.N * (3 * states + 6 * x.V + 7 * x.H + 5 * DELTA_CHUNK)
-    maps = 3 * run.plan.mesh.cp * _kept_states(run, d, x)  # gathered, and in the order of the sequence
+    maps = 3 * run.plan.mesh.cp * _count_states(run, d, x)  # gathered, and in the order of the sequence
     return tokens * forward * FP32 + maps, tokens * backward * FP32 + maps
 
 
-def _kept_states(run: Resolved, d: LocalDims, x: DeltaDims) -> int:
+def _count_states(run: Resolved, d: LocalDims, x: DeltaDims) -> int:
     if run.plan.mesh.cp == 1 or run.plan.grain is not None:
         return 0
     return 2 * run.plan.microbatch * x.N * x.H * (x.V + x.H) * FP32

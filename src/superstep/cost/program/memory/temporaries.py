@@ -83,7 +83,7 @@ def block_workspace(run: Resolved, mixer: AttentionRule | DeltaShape) -> tuple[i
     own = _feed_forward_workspace(run)
     if isinstance(mixer, AttentionRule):
         return own
-    of_mixer = linear_attention.workspace(run, local_dims(run), mixer)
+    of_mixer = linear_attention.count_workspace(run, local_dims(run), mixer)
     return max(own[0], of_mixer[0]), max(own[1], of_mixer[1])
 
 
@@ -114,7 +114,7 @@ def input_workspace(run: Resolved, product_gradients: int, mixer: AttentionRule 
         R, shared = d.m * moe.experts_per_token, d.m * moe.shared_experts
         made = R * max(3 * d.F, 3 * d.D - d.F) - shared * d.F + (d.m * d.D if shared else 0)
         dropped = (count_inner(run) - 1) * (R + shared) * d.F + R * d.D
-    of_mixer = linear_attention.workspace(run, d, mixer)[1] if isinstance(mixer, DeltaShape) else 0
+    of_mixer = linear_attention.count_workspace(run, d, mixer)[1] if isinstance(mixer, DeltaShape) else 0
     return max((made - d.t * d.D) * e, product_gradients - dropped * e, of_mixer)
 
 
