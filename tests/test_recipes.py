@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from digits import write_digits
+from emoji import write_emoji
 from prompts import write_prompts
 from superstep.cli.flags.options import DEMO
 from superstep.cost.program.memory.memory import rank_bytes
@@ -35,6 +36,7 @@ WORLD = {
     "moe": 2,
     "pipeline_interleaved": 2,
     "qwen3-0.6b": 1,
+    "resnet18": 2,
     "tensor_parallel": 2,
 }
 """Ranks that a recipe launches by itself."""
@@ -45,6 +47,7 @@ def _root(monkeypatch, tmp_path):
     """Paths in a recipe start at the repository; here at a folder with the recipes, and digits and prompts to read."""
     (tmp_path / "recipes").symlink_to(FOLDER)
     write_digits(tmp_path / "runs" / "digits")
+    write_emoji(tmp_path / "runs" / "emoji")
     write_prompts(tmp_path / "runs" / "prompts")
     monkeypatch.chdir(tmp_path)
 
