@@ -99,7 +99,6 @@ def test_a_file_whose_sizes_do_not_fit_is_refused_in_one_line(tmp_path, text, ch
     assert str(refused.value).startswith("data.source: ")
 
 
-def test_other_sizes_are_other_samples(tmp_path):
-    before = open_samples(write_ragged(tmp_path, "words")).digest()
-    after = open_samples(write_ragged(tmp_path, "words", WORDS.replace("* 7 % 17", "* 8 % 17"))).digest()
-    assert before != after
+def test_other_sizes_and_capacities_are_other_samples(tmp_path):
+    texts = WORDS, WORDS.replace("* 7 % 17", "* 8 % 17"), WORDS.replace("24, ", "25, ")
+    assert len({open_samples(write_ragged(tmp_path, "words", text)).digest() for text in texts}) == 3

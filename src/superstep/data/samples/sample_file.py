@@ -103,6 +103,7 @@ class SampleFile:
     def digest(self) -> str:
         """A hash of the lengths and of some samples (``probes``) with seed 0, to detect that the data has changed."""
         whole = hashlib.sha256(repr(sorted(self.lengths.items())).encode())
+        whole.update("".join(map(repr, sorted(self.fields.capacities.items()))).encode())
         whole.update(b"".join(repr(sorted(sizes.items())).encode() for split in SPLITS for sizes in self.sizes(split)))
         for split, index in self.probes():
             for name, values in sorted(self.read(split, index, seed=0, epoch=0).items()):
