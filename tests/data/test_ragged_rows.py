@@ -64,7 +64,7 @@ def test_starts_are_those_of_samples():
     ("text", "change", "says"),
     [
         (SOUNDS, ("def size(", "def sizes("), "has CAPACITY and no function 'size(split, index)'"),
-        (SOUNDS, ("CAPACITY = ", "ROOM = "), "CAPACITY is None; give the first dim of each field in a row"),
+        (SOUNDS, ("CAPACITY = ", "ROOM = "), "or the file a CAPACITY and size(split, index)."),
         (SOUNDS, ('"target": 4}', '"target": 0}'), "give the first dim of each field in a row"),
         (SOUNDS, ('"places": 16, ', ""), "CAPACITY lacks the field 'places'; add its first dim in a row."),
         (

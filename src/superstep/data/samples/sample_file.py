@@ -130,9 +130,10 @@ def open_samples(source: str | Path) -> SampleFile:
     first = _call(path, names["sample"], "sample('train', 0)", "train", 0, 0, 0)
     fields = tuple(as_field(name, values) for name, values in first.items())
     reads = _reads(path, [each.name for each in fields if each.name != TARGET], names.get("INPUT"))
-    whole, size = SampleFields(fields=fields, reads=reads), names.get("size")
-    if size is not None or "CAPACITY" in names:
-        whole = find_row_fields(whole, size, names.get("CAPACITY"), f"data.source: {path}")
+    whole, size = SampleFields(fields=fields, reads=reads), None
+    if "CAPACITY" in names:
+        size = names.get("size")
+        whole = find_row_fields(whole, size, names["CAPACITY"], f"data.source: {path}")
     return SampleFile(path=path, lengths=lengths, fields=whole, function=names["sample"], size=size)
 
 
