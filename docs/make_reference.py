@@ -174,7 +174,7 @@ def configuration() -> str:
         "the default of transformers. A file is refused if only some of its blocks have experts. `superstep plan` "
         f"prices {_named(PRICED)} and files of the types "
         f"{_named(mla_models.KINDS)}, but Superstep cannot train them yet. Models "
-        "with layers of a state space, of linear attention, of recurrences or of convolutions can be neither "
+        "with layers of a state space, of recurrences or of convolutions alone can be neither "
         "priced nor trained; their files are refused by name.",
         table(("model_type", "models", "in addition to Llama"), _FAMILIES),
         "Superstep uses every key, or refuses it with a value that would work, or lists it below as a key without "
@@ -241,6 +241,13 @@ _FAMILIES = [
         "experts with biases and clamped gates; biases and sinks of attention; a window in every other layer; MXFP4 is "
         "read",
     ),
+    (
+        "`qwen3_5_text`",
+        "Qwen3.5, its text model",
+        "linear attention by the gated delta rule; in every fourth layer attention with a gated output, norms of "
+        "queries and keys, a quarter of each head rotated; norms times 1 + weight; not served",
+    ),
+    ("`qwen3_next`", "Qwen3-Next", "the same with experts, dropless; a shared expert with a gate; not served"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
     ("`superstep_bias`", "only Superstep", "position biases: `model.positions`"),
 ]

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from superstep.comm.device import Device
+from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.hf import save_weights
 from superstep.model.unit import global_tensors
+from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.shape import SHAPES, dropless
-from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, BlockStyle
+from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
@@ -101,3 +103,11 @@ def test_compiled_kernels_compute_a_family_rightly_or_leave_it_to_torch(shape, e
     found = logits(forward, CUTS).float()
     # Logits of about 1 (of Gemma 2, up to 3) by a model in bf16, whose numbers have 8 bits.
     assert (found - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
+
+
+def test_linear_attention_is_refused_by_name(tmp_path):
+    delta = DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=16)
+    shape = replace(TINY, qk_norm=True, full_layers=(1,), style=QWEN_NEXT, delta=delta)
+    made(shape, tmp_path)
+    with pytest.raises(ConfigError, match=r"config.json' has linear attention, and a server keeps keys and values"):
+        opened(tmp_path, compute="fp32")

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from superstep.errors import ConfigError, StateError, did_you_mean
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
 from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved, resolve
 
 NGRAM = "ngram"
@@ -122,11 +123,7 @@ def plan_named(model: str, serve: ServeConfig) -> Resolved:
         ConfigError: there is no such model, or it cannot be served with these settings.
     """
     shape = shape_of(ModelConfig(name=model))
-    if shape.delta is not None:
-        raise ConfigError(
-            f"'{model}' has linear attention, and the server keeps keys and values but no state; it trains and is "
-            "written as a Hugging Face folder, so serve that with transformers."
-        )
+    _require_attention(shape, model)
     if serve.exact and shape.moe is not None and shape.moe.router != "dropless":
         raise ConfigError(
             f"serve.exact = true with model.router = '{shape.moe.router}': which tokens it drops depends on the whole "
@@ -142,13 +139,22 @@ def plan_named(model: str, serve: ServeConfig) -> Resolved:
     )
 
 
+def _require_attention(shape: ModelShape, name: str) -> None:
+    if shape.delta is not None:
+        raise ConfigError(
+            f"model.name = '{name}' has linear attention, and a server keeps keys and values but no state; train it "
+            "here, and serve its Hugging Face folder with transformers."
+        )
+
+
 def check_served(run: Resolved, serve: ServeConfig) -> None:
     """Check that a model supports the settings.
 
     Raises:
-        ConfigError: contexts are longer than the model's or than all pages, or exact answers are combined with
-            quantized weights.
+        ConfigError: it has linear attention, contexts are longer than the model's or than all pages, or exact answers
+            are combined with quantized weights.
     """
+    _require_attention(run.shape, run.config.model.name)
     most_tokens = run.shape.max_tokens
     context_tokens = serve.context_tokens or most_tokens
     if context_tokens > most_tokens:
