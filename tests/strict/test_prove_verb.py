@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ragged import write_ragged
+
 pytestmark = pytest.mark.strict
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,15 @@ def test_a_layout_is_proven_and_the_order_of_a_step_is_written(text, tmp_path):
     assert any("all_gather_single" in name for name in names)
     assert any(name.startswith("addmm") for name in names)
     assert any("own_model.py:" in event["args"]["line"] for event in slices)
+
+
+@pytest.mark.parametrize("name", ["sounds", "words"])
+def test_ragged_samples_are_proven_without_races(tmp_path, name):
+    file = write_ragged(tmp_path, name)
+    done = prove(tmp_path / "run.toml", "--model.source", file, "--data.source", file, "--device", "strict")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "samples or paddings begin within a row" in done.stdout
+    assert re.search(r"races +none in \d{1,3},\d{3} kernels", done.stdout)
 
 
 @pytest.mark.parametrize("recipe", ["recipes/own_model.toml", "recipes/dp_zero3.toml"])
