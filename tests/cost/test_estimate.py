@@ -49,7 +49,8 @@ def step(shape: str = "llama3-8b", *, rates: ChipRates = RATES, stack: Stack = S
 def test_a_decoder_has_the_parameters_of_its_shape(name):
     shape = SHAPES[name]
     # The closed form leaves out norms of single heads, but counts one over all of them.
-    heads = 2 * shape.head_dim * shape.layers if shape.qk_norm and not shape.style.wide_qk_norm else 0
+    attending = len(shape.full_layers) if shape.delta else shape.layers
+    heads = 2 * shape.head_dim * attending if shape.qk_norm and not shape.style.wide_qk_norm else 0
     assert decoder_of(shape, 2048).parameters == parameters(shape) - heads
 
 

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from superstep.hardware.units import Array
+from superstep.plan.model.attention_rule import DELTA_CHUNK
 from superstep.plan.model.shape import ROTATED, ModelShape
 from superstep.plan.sharding.padding import ALIGN
+from superstep.plan.sharding.unit_flops import count_linear
 
 
 def array(value: object) -> Array:
@@ -45,6 +47,8 @@ class DecoderNumbers:
         rotates: 1 with rotary positions; 0 where positions are learned or biased.
         frozen: 1 where the weights are frozen and low-rank adapters train (Hu 2021).
         window, windowed_layers: tokens that a token sees in such a share of the layers; in the others all before it.
+        output_gates, shared_gates: 1 where attention's output has a gate, and where shared experts have.
+        linear_layers, linear_parameters: the share of layers with linear attention, and its parameters in one of them.
     """
 
     layers: Array
@@ -77,6 +81,10 @@ class DecoderNumbers:
     rotates: Array = field(default_factory=lambda: np.ones(()))
     window: Array = field(default_factory=lambda: np.zeros(()))
     windowed_layers: Array = field(default_factory=lambda: np.zeros(()))
+    output_gates: Array = field(default_factory=lambda: np.zeros(()))
+    shared_gates: Array = field(default_factory=lambda: np.zeros(()))
+    linear_layers: Array = field(default_factory=lambda: np.zeros(()))
+    linear_parameters: Array = field(default_factory=lambda: np.zeros(()))
 
     @property
     def turned(self) -> Array:
@@ -85,12 +93,14 @@ class DecoderNumbers:
 
     @property
     def attention_parameters(self) -> Array:
-        """Matrices of one attention: queries, keys, values, output; their biases, and sinks."""
+        """Matrices of one attention, in the mean of layers: queries, keys, values, output; their biases, and sinks."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
         plain = plain + self.qkv_biases * self.head_dim * (self.heads + 2 * self.kv_heads)
         plain = plain + self.wide_norms * self.head_dim * (self.heads + self.kv_heads)
         plain = plain + self.out_biases * self.width + self.sinks * self.heads
         wide = self.heads * self.head_dim
+        plain = plain + self.output_gates * self.width * wide
+        plain = (1 - self.linear_layers) * plain + self.linear_layers * self.linear_parameters
         down = self.width * (self.query_rank + self.key_rank + ROTATED)
         latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
         return np.where(self.key_rank > 0, latent, plain)
@@ -117,7 +127,7 @@ class DecoderNumbers:
     def mixture_parameters(self) -> Array:
         """One layer with experts, without these: attention, router, shared experts, norms."""
         shared = self.matrices * self.width * self.shared_ffn + self.experts * (self.width + self.expert_biases)
-        return self.attention_parameters + shared + self.norms * self.width
+        return self.attention_parameters + shared + (self.norms + self.shared_gates) * self.width
 
     @property
     def parameters(self) -> Array:
@@ -130,6 +140,18 @@ class DecoderNumbers:
         """Rows of a vocabulary matrix on each tensor-parallel rank, by ``plan.sharding.padding``'s rule."""
         even = self.vocab / tp
         return np.where(even == np.floor(even), even, np.ceil(even / ALIGN) * ALIGN)
+
+
+def _count_linear_layer(shape: ModelShape) -> int:
+    """Parameters of linear attention: matrices, decays, and the norm of its heads."""
+    if shape.delta is None:
+        return 0
+    return count_linear(shape.width, shape.delta) + 2 * shape.delta.value_heads + shape.delta.value_dim
+
+
+def _share_of_others(shape: ModelShape) -> float:
+    """The share of layers that are not in ``full_layers``."""
+    return 1 - len(shape.full_layers) / shape.layers
 
 
 def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
@@ -162,6 +184,11 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
         query_rank=array(latent.query_rank if latent else 0),
         key_rank=array(latent.key_rank if latent else 0),
         frozen=array(0),
-        window=array(shape.window or 0),
-        windowed_layers=array((1 - len(shape.full_layers) / shape.layers) * (shape.window is not None)),
+        # A chunk's tokens, and a state that is about as wide, cost what so many keys do.
+        window=array(shape.window or (4 * DELTA_CHUNK if shape.delta else 0)),
+        windowed_layers=array(_share_of_others(shape) * (shape.window is not None or shape.delta is not None)),
+        output_gates=array(shape.style.output_gate),
+        shared_gates=array(shape.style.shared_gate),
+        linear_layers=array(_share_of_others(shape) * (shape.delta is not None)),
+        linear_parameters=array(_count_linear_layer(shape)),
     )

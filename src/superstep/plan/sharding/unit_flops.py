@@ -70,14 +70,19 @@ def cut_matrices(shape: ModelShape) -> int:
     D, queries, keys = shape.width, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     inner = 0 if shape.moe else feed_forward(shape)
     if shape.delta is not None:
-        mixed, (*_, values) = sum(shape.delta.sections), shape.delta.sections
-        return D * (mixed + 2 * values + 2 * shape.delta.value_heads) + mixed * shape.delta.taps + inner
+        return count_linear(D, shape.delta) + inner
     if shape.style.output_gate:
         inner += D * queries
     if shape.latent is None:
         return D * (queries + 2 * keys) + queries * D + inner
     turned = queries + shape.heads * ROTATED
     return shape.latent.query_rank * turned + 2 * shape.latent.key_rank * queries + queries * D + inner
+
+
+def count_linear(width: int, delta: DeltaShape) -> int:
+    """Elements of the matrices of linear attention, and of its convolution, without vectors."""
+    mixed, (*_, values) = sum(delta.sections), delta.sections
+    return width * (mixed + 2 * values + 2 * delta.value_heads) + mixed * delta.taps
 
 
 def whole_matrices(shape: ModelShape) -> int:
