@@ -130,6 +130,14 @@ def test_a_peak_is_its_prediction(pool, name):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
 
 
+@pytest.mark.parametrize("layout", ["one", "tp", "pp", "ring", "zero 3"])
+def test_a_peak_with_a_second_predicted_token_is_its_prediction(pool, layout):
+    run = on_gpu(LAYOUTS[layout], MODEL | {"mtp_weight": 0.3})
+    ranks = rank_bytes(run, compile_step(run.plan))
+    for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
+        assert abs(peak / ranks[at].bytes - 1) < 0.05, (at, peak, ranks[at].bytes)
+
+
 DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=32, value_dim=32)
 FAMILIES = {
     "olmo2": {"qk_norm": True, "style": OLMO},

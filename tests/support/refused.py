@@ -77,6 +77,17 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         None,
         ["plan.rules.experts = 'none'", "experts alone", "set plan.rules.experts to 'ep'"],
     ),
+    ({"model__mtp_weight": 0.0}, None, ["model.mtp_weight = 0.0 must be above 0 and finite"]),
+    (
+        {"model__mtp_weight": 0.3, "model__experts": 4},
+        None,
+        ["model.mtp_weight = 0.3 with experts is not supported", "leave model.mtp_weight out"],
+    ),
+    (
+        {"model__mtp_weight": 0.3, "train__loss": "mine.py"},
+        None,
+        ["train.loss = 'mine.py' with model.mtp_weight = 0.3", "leave one of them out"],
+    ),
     ({"model__positions": "sinusoid"}, None, ["model.positions = 'sinusoid' is unknown", "'alibi', 't5', 'relative'"]),
     (
         {"model__positions": "t5", "model__max_distance": 16},

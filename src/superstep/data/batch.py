@@ -14,12 +14,18 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
+from superstep.numerics.loss import IGNORE
+from superstep.plan.model.axes import NEXT_TOKENS
+
 SplitName = Literal["train", "validation"]
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 TOKENS = "tokens"
 """The field of token files."""
+
+FURTHER_TARGETS = "further_targets"
+"""The field with the target of multi-token prediction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,26 @@ class Batch:
             starts_BS=None if self.starts_BS is None else self.starts_BS[chosen],
             streams={name: stream[chosen] for name, stream in self.streams.items()},
         )
+
+
+def shift(values_BS: Tensor, last_B: Tensor | int) -> Tensor:
+    """Each row's values from its second on, and a last one."""
+    shifted = values_BS.roll(-1, dims=1)
+    shifted[:, -1] = last_B
+    return shifted
+
+
+def add_further_tokens(batch: Batch) -> Batch:
+    """The batch with the fields of multi-token prediction: ``next_tokens``, the token after each, and
+    ``further_targets``, the one after that; IGNORE where there is none, or none in the same document.
+    """
+    targets_BS = batch.targets_BS
+    last_B = targets_BS[:, -1].clamp(min=0)
+    further_BS = shift(targets_BS, IGNORE)
+    if batch.starts_BS is not None:
+        further_BS = further_BS.masked_fill(shift(batch.starts_BS, -1) != batch.starts_BS, IGNORE)
+    fields = {NEXT_TOKENS: shift(batch.tokens_BS, last_B), FURTHER_TARGETS: further_BS}
+    return replace(batch, fields={**batch.fields, **fields})
 
 
 class BatchSource(Protocol):

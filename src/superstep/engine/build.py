@@ -159,6 +159,7 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, exce
         rules=plan.rules,
         chunks=grain.chunks // shape.cp,
         parts=grain.parts // (shape.cp * shape.tp),
+        stream_parts=grain.parts // (shape.cp * (shape.tp if plan.sequence_parallel else 1)),
         group=mesh.tp,
         sinks={param: sink(b, local) for b in every if not b.is_frozen for local, param in b.params.items()},
     )

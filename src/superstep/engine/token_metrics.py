@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superstep.comm.collectives import gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
+from superstep.engine.further_loss import FurtherLoss
 from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import ConfigError, DataError
 from superstep.model.unit import UnitSpec
@@ -119,6 +120,13 @@ class TokenMetrics:
                 f"unit '{last.name}' has a loss of its own, which says nothing of single tokens: give it no "
                 "streams, no objective and no temperature, or leave its loss out."
             )
+        weight = run.plan.mtp_weight
+        self._further = None if weight is None else FurtherLoss(weight)
+        if weight is not None and (not self.is_plain or (self.sees and not keeps)):
+            raise ConfigError(
+                f"model.mtp_weight = {weight} predicts a second token by the cross entropy alone: give the loss no "
+                "streams and no objective, or leave model.mtp_weight out."
+            )
         self._sees_part = sees_part(run)
         # Where every tp rank computed the same loss, one of them counts it.
         self._is_counted = mesh.at.tp == 0 or self._sees_part
@@ -146,9 +154,12 @@ class TokenMetrics:
         # A training step reports no accuracy.
         is_evaluated = is_observed and self._has_classes and not torch.is_grad_enabled()
         classify = self._classify if is_evaluated else None
-        return LossTarget(
+        plain = LossTarget(
             microbatch.targets, microbatch.streams, self._objective, observer, self._temperature, classify
         )
+        if self._further is None:
+            return plain
+        return self._further.aim(plain, microbatch, is_trained=torch.is_grad_enabled())
 
     def _classify(self, logits: Tensor, targets: Tensor) -> None:
         self._correct += (logits.detach().argmax(-1) == targets).sum()
@@ -170,7 +181,8 @@ class TokenMetrics:
 
     def read_logprobs(self, m: int) -> Tensor:
         """The log-probabilities of the ``m``-th microbatch's tokens in a row."""
-        return torch.cat(self._kept[m])
+        kept = torch.cat(self._kept[m])
+        return kept if self._further is None else kept[: len(kept) // 2]
 
     def own_logprobs(self) -> list[Tensor]:
         """The kept log-probabilities of this rank's microbatches, fp32, in their order and of the targets' shape; zero
@@ -235,6 +247,8 @@ class TokenMetrics:
         Args:
             loss: summed over this rank's tokens.
         """
+        if self._further is not None:
+            return self._further.sums.to(self._mesh.device.torch) * (self._is_counted and self._has_last_unit)
         if not self.sees:
             return self._own_loss(loss)
         device, world = self._mesh.device.torch, self._mesh.shape.world
@@ -251,6 +265,8 @@ class TokenMetrics:
         Raises:
             OutOfRange: exact mode: the sizes of all losses leave the range of its sums.
         """
+        if self._further is not None:
+            return self._further.mean(*summed[1:])
         if not self.sees:
             return {}
         names, summed = self._names(), summed[1:]

@@ -13,7 +13,8 @@ from functools import partial
 import torch
 
 from superstep.model.decoder import Block, Embedding, Head
-from superstep.model.rope import layer_ropes
+from superstep.model.mtp import FurtherToken
+from superstep.model.rope import Rope, layer_ropes
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.model.axes import (
     CUT_AS,
@@ -24,6 +25,9 @@ from superstep.plan.model.axes import (
     block_names,
     embed_names,
     head_names,
+    mtp_axes,
+    mtp_inputs,
+    mtp_names,
     sections,
 )
 from superstep.plan.model.shape import ModelShape
@@ -49,11 +53,20 @@ def units(shape: ModelShape) -> tuple[UnitSpec, ...]:
     embed = {local: _spec(embed_names()[local], axes, shape.init_std) for local, axes in EMBED_AXES.items()}
     offset = shape.style.norm_offset
     head = {local: _spec(head_names(shape)[local], axes, shape.init_std, offset) for local, axes in HEAD_AXES.items()}
+    of_mtp, of_head = mtp_inputs(shape)
     return (
         UnitSpec(name="embed", build=partial(Embedding, shape), params=embed),
         *(block(layer) for layer in range(shape.layers)),
-        UnitSpec(name="head", build=partial(Head, shape), params=head),
+        *([_mtp_spec(shape, ropes[-1], of_mtp)] if of_mtp else []),
+        UnitSpec(name="head", build=partial(Head, shape), params=head, inputs=of_head),
     )
+
+
+def _mtp_spec(shape: ModelShape, rope: Rope, inputs: tuple[str, ...]) -> UnitSpec:
+    names = mtp_names(shape)
+    params = {local: _block_spec(shape, names[local], local, axes) for local, axes in mtp_axes(shape).items()}
+    build = partial(FurtherToken, shape, rope)
+    return UnitSpec(name="mtp", build=build, params=params, inputs=inputs, takes=("attend", "positions"))
 
 
 def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSpec:

@@ -265,8 +265,11 @@ class Head(nn.Module):
     def logit_cap(self) -> float | None:
         return self.soft_cap.cap if isinstance(self.soft_cap, SoftCap) else None
 
-    def forward(self, h_BSD: Tensor) -> Tensor:
+    def forward(self, h_BSD: Tensor, further_BSD: Tensor | None = None) -> Tensor:
+        """The logits, [B, S, V]; with what multi-token prediction gives, its logits after them: [2 · B, S, V]."""
         h_BSD = self.norm(h_BSD)
+        if further_BSD is not None:
+            h_BSD = torch.cat((h_BSD, further_BSD))
         if self.scale != 1.0:
             h_BSD = h_BSD * self.scale
         logits_BSV: Tensor = self.soft_cap(self.lm_head(h_BSD))

@@ -65,6 +65,10 @@ class ModelConfig:
     """
     max_distance: int | None = None
     """t5 and relative: the distance from which on all have one bias; 128 where it is left out."""
+    mtp_weight: float | None = None
+    """Multi-token prediction (DeepSeek-V3): the weight of a second loss, of the token after the next one, which a block
+    of its own predicts; none trains without it.
+    """
     dropout: float = 0.0
     """In training, the share of the outputs of attention and feed-forward that is dropped in each block."""
     experts: int | None = None

@@ -88,7 +88,7 @@ def _prepare(run: Resolved, folder: Path) -> None:
 
 def _kind(run: Resolved) -> str:
     """Properties that a reference depends on besides the sizes: the model and the batches."""
-    return f"tied={run.outline.is_tied} packed={run.config.data.packed}"
+    return f"tied={run.is_tied} packed={run.config.data.packed}"
 
 
 def _say(text: str) -> None:

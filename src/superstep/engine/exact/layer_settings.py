@@ -27,6 +27,7 @@ class ExactLayers:
         rules: which axes are cut over tp, for any degree.
         chunks: chunks of the sequence on this rank.
         parts: parts of the sequence that this rank sends to a mixture of experts, which tp splits too.
+        stream_parts: parts of the residual stream here, which sequence parallelism splits.
         group: the tp ranks; None where tp = 1.
         sinks: for each trained parameter, the target of its gradient: int64, of its shape.
     """
@@ -35,6 +36,7 @@ class ExactLayers:
     rules: Rules
     chunks: int
     parts: int
+    stream_parts: int
     group: Group | None
     sinks: Mapping[nn.Parameter, GradientSink]
 
@@ -43,6 +45,10 @@ class ExactLayers:
         if "shared_ffn" in param.axes:
             return ReductionCut(
                 cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.parts, group=None
+            )
+        if "joined" in param.axes:  # it works on the stream
+            return ReductionCut(
+                cells_in=1, cells_out=1, is_cut_in=False, is_cut_out=False, chunks=self.stream_parts, group=None
             )
         is_cut_out, is_cut_in = (self.rules.cut(axis) == "tp" for axis in param.axes)
         cells = self.grain.cells // (1 if self.group is None else self.group.size())
@@ -61,7 +67,7 @@ def settings_without_gradients(module: nn.Module, grain: Grain, rules: Rules, gr
     """The settings of a served module, of whole sequences."""
     nowhere = GradientSink(torch.empty(0), PARAMETER, GradientSums())
     sinks = dict.fromkeys(module.parameters(), nowhere)
-    return ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, group=group, sinks=sinks)
+    return ExactLayers(grain=grain, rules=rules, chunks=1, parts=1, stream_parts=1, group=group, sinks=sinks)
 
 
 MOST_USES = 16

@@ -176,7 +176,8 @@ def _targets(run: Resolved, machine: RankUnits) -> Tensor:
     if run.samples is not None:
         return torch.zeros(rows, *run.samples.target.dims, dtype=getattr(torch, run.samples.target.dtype))
     tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
-    return torch.zeros(rows, tokens, dtype=torch.long)
+    losses = 1 if run.plan.mtp_weight is None else 2
+    return torch.zeros(losses * rows, tokens, dtype=torch.long)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh
-from superstep.data.batch import TOKENS, Batch
+from superstep.data.batch import TOKENS, Batch, add_further_tokens
 from superstep.model.unit import INPUT
 from superstep.numerics.sending import send
 from superstep.plan.resolution.resolve import Plan
@@ -77,6 +77,8 @@ def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh, place: int | None = No
 
     Each has the whole ``starts_BS`` of its rows on the host, whichever tokens the rank holds.
     """
+    if plan.mtp_weight is not None:
+        batch = add_further_tokens(batch)
     device = mesh.device.torch
     count = len(batch.targets_BS) // plan.microbatch
     starts = [None] * count if batch.starts_BS is None else batch.starts_BS.split(plan.microbatch)

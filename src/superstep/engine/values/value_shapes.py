@@ -11,6 +11,7 @@ from superstep.data.batch import TOKENS
 from superstep.model.custom.inspect import UnitOutput, as_fields, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.unit import INPUT, Fields, UnitSpec, name_fields
+from superstep.plan.model.axes import NEXT_TOKENS
 from superstep.plan.resolution.resolve import Resolved
 
 
@@ -53,7 +54,7 @@ def find_shapes(
 
     rows = {name: own_rows(row) for name, row in fields.items()}
     if run.decoder is not None:  # its shapes are known, and its routing depends on them
-        tokens = rows[INPUT]
+        tokens = rows[NEXT_TOKENS] = rows[INPUT]
         stream = torch.Size((*tokens.shape, run.decoder.width))
         outputs = (UnitOutput(tokens.shape, tokens.dtype), *[UnitOutput(stream, compute)] * len(specs))
     else:

@@ -141,6 +141,16 @@ CUT_AS = {
 """Axes with other numbers for each head, which are also cut between heads; that of a norm of each head, and the one
 number that gates shared experts.
 """
+MTP_AXES: Mapping[str, Axes] = {
+    "embed.embed_tokens.weight": ("vocab", "embed"),
+    "pre_fc_norm_embedding.weight": ("norm",),
+    "pre_fc_norm_hidden.weight": ("norm",),
+    "fc.weight": ("embed", "joined"),
+    "norm.weight": ("norm",),
+}
+"""Of multi-token prediction, beside its block; ``joined``: an embedding and the residual stream."""
+NEXT_TOKENS = "next_tokens"
+"""The field of a batch with the token after each."""
 HEAD_AXES: Mapping[str, Axes] = {
     "norm.weight": ("norm",),
     "lm_head.weight": ("vocab", "embed"),
@@ -223,6 +233,26 @@ def _hf_name(shape: ModelShape, local: str) -> str:
     return local
 
 
+def mtp_axes(shape: ModelShape) -> dict[str, Axes]:
+    """Of the unit of multi-token prediction, whose block is like the last one."""
+    block = block_axes(shape.at(shape.layers - 1))
+    return {**MTP_AXES, **{f"layers.0.{local}": axes for local, axes in block.items()}}
+
+
+def mtp_names(shape: ModelShape) -> dict[str, str]:
+    """Global names of its parameters; the embedding is the model's."""
+    own = {local: f"mtp.{local}" for local in mtp_axes(shape)}
+    return own | {"embed.embed_tokens.weight": EMBED_WEIGHT}
+
+
+def mtp_inputs(shape: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the unit of multi-token prediction takes, and what the head takes with it; empty without it."""
+    if shape.mtp_weight is None:
+        return (), ()
+    last = f"block.{shape.layers - 1}"
+    return (last, NEXT_TOKENS), (last, "mtp")
+
+
 def head_names(shape: ModelShape) -> dict[str, str]:
     """Global names of the head's parameters; a tied head names the embedding's."""
     return {"norm.weight": "model.norm.weight", "lm_head.weight": EMBED_WEIGHT if shape.tied else "lm_head.weight"}
@@ -239,6 +269,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
         "ffn": shape.ffn,
         "norm": shape.width,
         "head_dim": shape.head_dim,
+        "joined": 2 * shape.width,
         "each_head": shape.heads,
         "distances": T5_BUCKETS if shape.positions == "t5" else shape.max_distance + 1,
         **(_mixture_sizes(shape, shape.moe) if shape.moe else {}),
@@ -291,11 +322,19 @@ def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
 
 
 def outline_of(shape: ModelShape) -> Outline:
-    """The decoder's outline: ``embed``, ``block.0``, ..., ``head``."""
+    """The decoder's outline: ``embed``, ``block.0``, ..., ``head``; before the head that of multi-token prediction."""
     kinds = {each: (sizes(each), block_axes(each)) for each in {shape.at(layer) for layer in range(shape.layers)}}
     size = sizes(shape)
 
-    def unit(name: str, axes: Mapping[str, Axes], names: Mapping[str, str], size: Mapping[str, int] = size) -> Unit:
+    of_mtp, of_head = mtp_inputs(shape)
+
+    def unit(
+        name: str,
+        axes: Mapping[str, Axes],
+        names: Mapping[str, str],
+        size: Mapping[str, int] = size,
+        inputs: tuple[str, ...] = (),
+    ) -> Unit:
         parameters = (
             Parameter(
                 name=names[local],
@@ -305,7 +344,7 @@ def outline_of(shape: ModelShape) -> Outline:
             )
             for local, a in axes.items()
         )
-        return Unit(name, tuple(parameters))
+        return Unit(name, tuple(parameters), inputs)
 
     def block(layer: int) -> Unit:
         size, table = kinds[shape.at(layer)]
@@ -315,7 +354,8 @@ def outline_of(shape: ModelShape) -> Outline:
         (
             unit("embed", EMBED_AXES, embed_names()),
             *(block(layer) for layer in range(shape.layers)),
-            unit("head", HEAD_AXES, head_names(shape)),
+            *([unit("mtp", mtp_axes(shape), mtp_names(shape), inputs=of_mtp)] if of_mtp else []),
+            unit("head", HEAD_AXES, head_names(shape), inputs=of_head),
         )
     )
 
@@ -329,4 +369,4 @@ def _layer(local: str, axes: Axes) -> Layer:
         return "linear"
     if len(axes) == 1:
         return "other"
-    return "embedding" if local in EMBED_AXES or "distances" in axes else "linear"
+    return "embedding" if local.endswith("embed_tokens.weight") or "distances" in axes else "linear"

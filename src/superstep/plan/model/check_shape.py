@@ -84,6 +84,7 @@ def check_shape(shape: ModelShape) -> None:
             f"model.{name.partition(' ')[0]} out, or choose a model.name without biases."
         )
     _check_positions(shape)
+    _check_mtp(shape)
     if shape.dense_layers >= shape.layers:
         raise ConfigError(
             f"model.layers = {shape.layers} leaves no layer with experts after the {shape.dense_layers} dense ones; "
@@ -128,6 +129,18 @@ def _check_delta(shape: ModelShape, delta: DeltaShape) -> None:
         raise ConfigError(
             f"partial_rotary_factor = {shape.style.rotary_share:g} of model.head_dim = {shape.head_dim} rotates "
             f"{shape.rotated} numbers, which must be even and at least 2."
+        )
+
+
+def _check_mtp(shape: ModelShape) -> None:
+    if shape.mtp_weight is None:
+        return
+    if not 0 < shape.mtp_weight < math.inf:
+        raise ConfigError(f"model.mtp_weight = {shape.mtp_weight} must be above 0 and finite, or left out.")
+    if shape.moe or shape.delta:
+        raise ConfigError(
+            f"model.mtp_weight = {shape.mtp_weight} with {'experts' if shape.moe else 'linear attention'} is not "
+            "supported; leave model.mtp_weight out, or choose another model.name."
         )
 
 

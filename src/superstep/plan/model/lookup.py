@@ -69,7 +69,7 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
     if "layers" in over and base.full_layers:  # the pattern goes on, with one full layer at least
         full = [layer for layer in range(over["layers"]) if layer % base.layers in base.full_layers]
         over["full_layers"] = tuple(full) or (over["layers"] - 1,)
-    shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, **over)
+    shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, mtp_weight=config.mtp_weight, **over)
     check_shape(shape)
     model_type(shape)  # raises ConfigError if no family has such blocks
     return shape

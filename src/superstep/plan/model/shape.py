@@ -95,6 +95,7 @@ class ModelShape:
         positions: how attention knows the positions of tokens.
         max_distance: with learnt position biases, the distance from which on all have the last one.
         style: how its blocks differ from Llama's.
+        mtp_weight: of the loss of a second predicted token; None for one token.
         init_std: of the normal distribution of initial matrices.
         dropout: the share of the outputs of attention and feed-forward that training drops.
         moe: the experts of each block; None for one feed-forward.
@@ -122,6 +123,7 @@ class ModelShape:
     full_layers: tuple[int, ...] = ()
     positions: Positions = "rope"
     max_distance: int = 128
+    mtp_weight: float | None = None
     style: BlockStyle = LLAMA
     init_std: float = 0.02
     dropout: float = 0.0

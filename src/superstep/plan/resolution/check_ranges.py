@@ -82,6 +82,8 @@ def check_ranges(config: RunConfig) -> None:
                 f"{config.train.steps}, not the first one, which warms up."
             )
     _check_sample(config)
+    if config.model.mtp_weight is not None:
+        _check_mtp(config)
     if config.rollback is not None:
         check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):
@@ -97,3 +99,18 @@ def _check_sample(config: RunConfig) -> None:
             f"observe.sample = '{sample}' needs checkpoints of whole models, but [lora] has checkpoints of adapters; "
             "leave observe.sample out."
         )
+
+
+def _check_mtp(config: RunConfig) -> None:
+    others = {
+        "model.source": config.model.source,
+        "train.loss": config.train.loss,
+        "lora": config.lora and f"rank {config.lora.rank}",
+        "freeze.params": config.freeze and list(config.freeze.params),
+    }
+    for name, value in others.items():
+        if value:
+            raise ConfigError(
+                f"{name} = '{value}' with model.mtp_weight = {config.model.mtp_weight}: the second token is predicted "
+                "by a built-in decoder, all of it trained, with the cross entropy; leave one of them out."
+            )

@@ -58,6 +58,7 @@ class Plan(ZeroStage):
         inputs: for each unit, the units whose outputs it takes; () for a chain.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
+        mtp_weight: of the loss of a second predicted token; None for one.
         snapshots: whether the step copies the state into memory that outlives the ranks.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
@@ -84,6 +85,7 @@ class Plan(ZeroStage):
     frozen: tuple[int, ...]
     recomputed: tuple[bool, ...]
     inputs: tuple[tuple[int, ...], ...] = ()
+    mtp_weight: float | None = None
     snapshots: bool = False
 
     def trains(self, family: Family) -> bool:
@@ -134,6 +136,11 @@ class Resolved:
     def has_documents(self) -> bool:
         """Whether a row holds several documents, or several ragged samples, that attention keeps apart."""
         return self.config.data.is_masked if self.samples is None else bool(self.samples.capacities)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head's matrix is the embedding's; of a user's model, whether any units share a parameter."""
+        return self.outline.is_tied if self.decoder is None else self.decoder.tied
 
     @property
     def targets_of_row(self) -> int:
@@ -228,6 +235,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         frozen=list_frozen_units(outline),
         recomputed=outline.recomputed,
         inputs=outline.inputs,
+        mtp_weight=None if shape is None else shape.mtp_weight,
         snapshots=config.state.snapshot_every is not None,
     )
     require_way_back(made.units, stages, taken, made.has_backward)

@@ -20,7 +20,11 @@ def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[in
         visible = count_visible_tokens(shape, layer, sequence_tokens)
         return 2 * visible * shape.heads * (2 * shape.head_dim + shape.turned) + 2 * _active(own)
 
-    return 0, *map(block, range(shape.layers)), 2 * shape.width * shape.vocab
+    head = 2 * shape.width * shape.vocab
+    if shape.mtp_weight is not None:
+        last = shape.layers - 1
+        return 0, *map(block, range(shape.layers)), block(last) + 4 * shape.width**2, 2 * head
+    return 0, *map(block, range(shape.layers)), head
 
 
 def _delta_flops(delta: DeltaShape) -> int:

@@ -32,7 +32,7 @@ def _parts(run: Resolved) -> Iterator[str]:
     if plan.sequence_parallel:
         yield "sp"
     yield from (f"{axis}={rule}" for axis, rule in config.plan.rules)
-    yield "tied" if run.outline.is_tied else "untied"
+    yield "tied" if run.is_tied else "untied"
     if not config.data.packed:
         yield "padded"
     if run.has_documents:

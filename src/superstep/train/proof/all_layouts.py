@@ -15,6 +15,7 @@ from itertools import product
 from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
+from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import shape_of
 from superstep.plan.resolution.resolve import Resolved, divisors
 from superstep.train.weights.model import resolve_config
@@ -108,7 +109,7 @@ def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
     if config.model.source is not None:
         return plan
     others = plan.pp * plan.chunks - 1
-    units = shape_of(config.model).layers + 2
+    units = len(outline_of(shape_of(config.model)).units)
     return replace(plan, stages=(units - others, *[1] * others)) if units > others else plan
 
 

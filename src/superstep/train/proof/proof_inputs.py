@@ -80,7 +80,7 @@ class Cases:
         if train.weight_decay > 0:
             train = replace(train, weight_decay=max(train.weight_decay, min(DECAY, 0.1 / train.lr)))
         batches = make_ragged_batches(stream_of(config, open_source(self._corpus), "train"), self._steps)
-        kind = f"tied={run.outline.is_tied} packed={config.data.packed}"
+        kind = f"tied={run.is_tied} packed={config.data.packed}"
         folder = self._root / kind
         if folder not in self._known:
             folder.mkdir(parents=True)

@@ -9,7 +9,7 @@ elements and by 6e-4 at 2^24).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.data.batch import Batch
+from superstep.data.batch import FURTHER_TARGETS, Batch
 from superstep.kernels.position_bias import Bias
 from superstep.model.axes import units
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
@@ -31,6 +31,7 @@ from superstep.numerics.noise import SamplePlace
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import TrainConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
+from superstep.plan.model.axes import NEXT_TOKENS
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.optimizers import MOMENTS
 from superstep.train.lr_schedule import rate
@@ -75,12 +76,17 @@ def reference_steps(
         clips: lower ``clip_norm`` to a quarter of the first gradients' norm where it is larger, so that it has an
             effect.
     """
+    if shape.mtp_weight is not None:
+        forward, specs = _units(units(shape), train.seed)
+        losses = TwoTokenLosses(shape.mtp_weight)
+        yield from _steps(forward, specs, losses, train, [*map(losses.extend, batches)], clips=clips)
+        return
     forward, specs = _decoder(shape, train.seed)
     yield from _steps(forward, specs, token_losses(train), train, batches, clips=clips)
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
-    exchange = LocalDispatch()
+    exchange, shape = LocalDispatch(), replace(shape, mtp_weight=None)
     model = Decoder(shape)
     current = compute_by_place(model)
     specs = list(parameters(model, units(shape)).values())
@@ -165,6 +171,31 @@ class TokenLosses:
         return each.double().sum()
 
 
+class TwoTokenLosses(TokenLosses):
+    """The loss of the next token, to which that of the token after it adds its weighted gradient."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def extend(self, batch: Batch) -> Batch:
+        """The batch with the token after each, and that after it as a target, unless in another document."""
+        following, further = batch.targets_BS.clamp(min=0), torch.full_like(batch.targets_BS, IGNORE)
+        for row, targets in enumerate(batch.targets_BS):
+            starts = [0] * len(targets) if batch.starts_BS is None else batch.starts_BS[row].tolist()
+            for place in range(len(targets) - 1):
+                following[row, place] = batch.tokens_BS[row, place + 1]
+                if starts[place] == starts[place + 1]:
+                    further[row, place] = targets[place + 1]
+        return replace(batch, fields={**batch.fields, NEXT_TOKENS: following, FURTHER_TARGETS: further})
+
+    def of_rows(self, logits: Tensor, batch: Batch, some: slice) -> Tensor:
+        """The loss of some rows, whose logits come twice."""
+        first, second = logits.chunk(2)
+        further = self._weight * self(second, batch.fields[FURTHER_TARGETS][some])
+        return self(first, batch.targets_BS[some]) + further - further.detach()
+
+
 def token_losses(train: TrainConfig) -> TokenLosses:
     """The loss of ``train.loss``, or the cross entropy."""
     return TokenLosses(None if train.loss is None else load_loss(train.loss))
@@ -239,6 +270,8 @@ def _loss_of(forward: Forward, loss_sum: TokenLosses | UnitLoss, batch: Batch, n
     """The loss of some rows, summed."""
     some = slice(now.sequences[0], now.sequences[-1] + 1)
     out, weights = forward(_rows_of(batch, some), now, _sight(batch, some.start)), batch.streams.get("weights")
+    if isinstance(loss_sum, TwoTokenLosses):
+        return loss_sum.of_rows(out, batch, some)
     if weights is None:
         return loss_sum(out, batch.targets_BS[some])
     assert isinstance(loss_sum, TokenLosses), "a unit's own loss knows nothing of weights"

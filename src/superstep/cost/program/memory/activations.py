@@ -101,6 +101,7 @@ from superstep.cost.program.gradient_flow import (
 )
 from superstep.cost.program.lora import READS, count_kept_inner, count_kept_outputs
 from superstep.cost.program.memory import linear_attention
+from superstep.cost.program.memory.further_token import keep_further_token
 from superstep.cost.program.memory.temporaries import (
     block_workspace,
     count_inner,
@@ -127,7 +128,8 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     # Of a frozen table nothing goes back.
     trains_embed, trains_head = (trains_table(run, unit) for unit in (0, len(run.outline.units) - 1))
     embed = tokens + (TOKEN + 1) * d.T if _is_vocabulary_cut(run) and trains_embed else tokens
-    head = _head(run, d, e)
+    losses = 1 if run.shape.mtp_weight is None else 2
+    head = losses * _head(run, d, e)
     of_head = _head_products(run, d, e) if trains_head else (0, 0)
     kinds = [(run.shape.mixer(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
     blocks = {
@@ -140,12 +142,16 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     kept = [
         (embed, embed, tokens, 0, (tokens, d.T * d.D * e) if trains_embed else (0, 0)),
         *(blocks[kind] for kind in kinds),
+        *([keep_further_token(blocks[kinds[-1]], d, e)] if losses > 1 else []),
         (head, head, boundary, boundary, of_head),
     ]
     head_forward, head_backward = head_workspace(run)
     workspaces = [
         (0, 0, 0),
-        *((*block_workspace(run, kind[0]), input_workspace(run, blocks[kind][-1][1], kind[0])) for kind in kinds),
+        *(
+            (*block_workspace(run, kind[0]), input_workspace(run, blocks[kind][-1][1], kind[0]))
+            for kind in (*kinds, *kinds[-1:] * (losses - 1))
+        ),
         (head_forward, head_backward, max(head_backward, of_head[1])),
     ]
     return tuple(

@@ -53,7 +53,28 @@ def decoder_operations(run: Resolved) -> tuple[UnitOperations, ...]:
     """Every unit's operations on one microbatch, on one rank, in model order."""
     kinds = [(run.shape.mixer(layer), flow_of(run, layer + 1)) for layer in range(run.shape.layers)]
     blocks = {kind: _block(run, *kind, 1 + kinds.index(kind)) for kind in dict.fromkeys(kinds)}
-    return _embedding(run), *(blocks[kind] for kind in kinds), _head(run)
+    if run.shape.mtp_weight is None:
+        return _embedding(run), *(blocks[kind] for kind in kinds), _head(run)
+    return _embedding(run), *(blocks[kind] for kind in kinds), _mtp(run, blocks[kinds[-1]]), _twice(_head(run))
+
+
+def _mtp(run: Resolved, block: UnitOperations) -> UnitOperations:
+    """Multi-token prediction: a block, the embedding of the next tokens, and the product of both streams."""
+    d, embedding = local_dims(run), _embedding(run)
+    product = MatmulOperation(rows=d.t, inner=2 * d.D, width=d.D)
+    return replace(
+        block,
+        forward=(*embedding.forward, product, *block.forward),
+        backward=(*block.backward, _input_gradient(product), *embedding.backward),
+        weight=(*block.weight, _weight_gradient(product), *embedding.weight),
+    )
+
+
+def _twice(head: UnitOperations) -> UnitOperations:
+    """The head of two predicted tokens."""
+    return replace(
+        head, forward=(*head.forward, *head.forward), backward=(*head.backward, *head.backward), weight=head.weight * 2
+    )
 
 
 def _embedding(run: Resolved) -> UnitOperations:
