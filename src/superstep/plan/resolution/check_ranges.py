@@ -82,8 +82,7 @@ def check_ranges(config: RunConfig) -> None:
                 f"{config.train.steps}, not the first one, which warms up."
             )
     _check_sample(config)
-    if config.model.mtp_weight is not None:
-        _check_mtp(config)
+    _check_mtp(config)
     if config.rollback is not None:
         check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):
@@ -102,6 +101,8 @@ def _check_sample(config: RunConfig) -> None:
 
 
 def _check_mtp(config: RunConfig) -> None:
+    if config.model.mtp_weight is None:
+        return
     others = {
         "model.source": config.model.source,
         "train.loss": config.train.loss,
