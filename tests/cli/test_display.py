@@ -20,7 +20,8 @@ from rich.console import Console
 from reported import ROUTERS, STARTED, STEP
 from superstep.cli.train.display import LiveDisplay, PlainDisplay, open_display
 from superstep.cli.train.downsample import Curve
-from superstep.cli.train.progress import Progress, frame
+from superstep.cli.train.progress import Progress
+from superstep.cli.train.progress_frame import frame
 from superstep.observe.events import Evaluated, Resumed, RunFinished, Saved
 from superstep.observe.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
 

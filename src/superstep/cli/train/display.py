@@ -17,7 +17,9 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-from superstep.cli.train.progress import Progress, frame, lines
+from superstep.cli.train.progress import Progress
+from superstep.cli.train.progress_frame import frame
+from superstep.cli.train.progress_lines import lines
 from superstep.errors import Fault
 from superstep.observe.events import Event, LossDetails, StepDone
 from superstep.run.console import Display
