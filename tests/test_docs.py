@@ -17,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from digits import write_digits
+from emoji import write_emoji
 from longer import longer
 from predicted_runs import keep_predicted_from
+from prompts import write_prompts
 from saved import write as write_checkpoint
 from superstep.cli import checkpoint, compare, sample, trace
 from superstep.cli.before_torch import preload_torch as cli_begin
@@ -179,6 +181,8 @@ def place(tmp_path, saved, monkeypatch):
     for name in ("recipes", "src", "tests", "docs"):
         (tmp_path / name).symlink_to(ROOT / name)
     write_digits(tmp_path / "runs" / "digits")
+    write_emoji(tmp_path / "runs" / "emoji")
+    write_prompts(tmp_path / "runs" / "prompts")
     run = resolve(DEMO)
     timeline = predict(run, MACHINE).timeline
     (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
@@ -333,6 +337,8 @@ def test_verbs_and_targets_named_in_passing_exist(page):
 def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     write_digits(tmp_path / "runs" / "digits")
+    write_emoji(tmp_path / "runs" / "emoji")
+    write_prompts(tmp_path / "runs" / "prompts")
     monkeypatch.chdir(tmp_path)
     for number, (block, _) in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"

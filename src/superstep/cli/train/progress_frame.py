@@ -22,13 +22,13 @@ from rich.text import Text
 
 from superstep.cli.train.progress import Progress
 from superstep.cli.train.progress_words import (
-    counted_unit,
     data_share,
     is_resident,
     mfu_text,
     router_words,
     run_notes,
     run_text,
+    unit_of_counts,
     validation_words,
 )
 from superstep.observe.number_format import bytes_text, count_text, duration_text, seconds_text, sparkline
@@ -118,10 +118,10 @@ def _facts(progress: Progress, now: float) -> list[list[Fact]]:
             ("data wait", f"{data_share(step):.1%}" if step else "-"),
         ],
         [
-            (f"{counted_unit(progress)}/s", count_text(step.tokens_per_s) if step else "-"),
+            (f"{unit_of_counts(progress)}/s", count_text(step.tokens_per_s) if step else "-"),
             ("MFU", mfu_text(step) if step else "-"),
             ("process" if is_resident(progress) else "memory", bytes_text(step.memory_bytes) if step else "-"),
-            (f"{counted_unit(progress)} seen", count_text(step.tokens_seen) if step else "-"),
+            (f"{unit_of_counts(progress)} seen", count_text(step.tokens_seen) if step else "-"),
         ],
         [
             ("elapsed", duration_text(progress.elapsed_s(now))),

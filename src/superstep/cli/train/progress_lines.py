@@ -5,13 +5,13 @@ from __future__ import annotations
 from superstep.cli.train.progress import Progress
 from superstep.cli.train.progress_words import (
     comparison_lines,
-    counted_unit,
     data_share,
     is_resident,
     mfu_text,
     router_words,
     run_notes,
     run_text,
+    unit_of_counts,
     validation_words,
 )
 from superstep.cli.train.rollback_text import setback
@@ -69,7 +69,7 @@ def lines(event: Event, progress: Progress, now: float) -> list[str]:
         case Saved() | Warned():
             parts = _of_disk(event)
         case RunFinished():
-            total = f"{count_text(event.tokens_seen)} {counted_unit(progress)} seen"
+            total = f"{count_text(event.tokens_seen)} {unit_of_counts(progress)} seen"
             summary = f"finished step {event.step} in {duration_text(event.elapsed_s)}, {total}"
             return [summary, *comparison_lines(progress)]
         case RunStopped():

@@ -71,7 +71,7 @@ def validation_words(progress: Progress) -> list[str]:
     return notes
 
 
-def counted_unit(progress: Progress) -> str:
+def unit_of_counts(progress: Progress) -> str:
     return progress.started.counts if progress.started else "tokens"
 
 
