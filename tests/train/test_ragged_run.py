@@ -16,6 +16,7 @@ from superstep.data.samples import sample_file
 from superstep.data.samples.noise import noise_of
 from superstep.data.samples.sample_file import open_samples
 from superstep.data.samples.sample_stream import SampleStream
+from superstep.data.shuffle import order_at
 from superstep.model.custom.within_samples import attend_within, mean_within, neighbours_within, positions_within
 from superstep.train.proof.plain.plain_samples import PlainSamples, sample_fault
 
@@ -76,6 +77,43 @@ def faults(folder, name, change=lambda batch: batch, *, seed=3):
 def test_the_stream_is_that_of_plain_code(tmp_path):
     for name in ("sounds", "words"):
         assert faults(tmp_path, name) == ""
+
+
+MIXED = """
+import torch
+
+CAPACITY = {"tokens": 12, "patches": 8, "target": 12}
+INPUT = "tokens"
+
+def length(split):
+    return 20
+
+def size(split, index):
+    tokens, patches = (3, 0, 5)[index % 3], (0, 4, 2)[index % 3]
+    return {"tokens": tokens, "patches": patches, "target": tokens}
+
+def sample(split, index, noise):
+    sizes = size(split, index)
+    tokens = torch.full((sizes["tokens"],), index)
+    return {"tokens": tokens, "patches": torch.full((sizes["patches"], 2), float(index)), "target": tokens}
+"""
+
+
+def test_samples_of_text_of_pictures_and_of_both_share_rows(tmp_path):
+    """Fields of the same sample have the same number in it, also where another sample has none of a field."""
+    samples = open_samples(write_ragged(tmp_path, "mixed", MIXED))
+    stream = SampleStream(samples, "train", batch_sequences=5, seed=3)
+    plain = PlainSamples(samples=samples, split="train", seed=3)
+    assert sample_fault(stream.batch(4, slice(0, 5)), plain.batch(4, 5), slice(0, 5)) == ""
+    kinds = set()
+    for row in range(plain.count):
+        batch = stream.batch(row, slice(0, 1))
+        for number, index in enumerate(stream._rows.samples[int(order_at(row, 1, plain.count, seed=3).numbers[0])]):
+            tokens = batch.fields["tokens"][batch.fields["tokens.sample"] == number]
+            patches = batch.fields["patches"][batch.fields["patches.sample"] == number]
+            assert {*tokens.tolist(), *map(int, patches.flatten().tolist())} == {index}
+            kinds.add((len(tokens), len(patches)))
+    assert kinds == {(3, 0), (0, 4), (5, 2)}
 
 
 @pytest.mark.parametrize("name", ["sounds", "words"])
