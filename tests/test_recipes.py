@@ -29,6 +29,7 @@ WORLD = {
     "denseformer": 2,
     "dp_zero3": 2,
     "exact": 2,
+    "gan": 2,
     "lenet": 2,
     "llama3-8b": 64,
     "long_context": 4,

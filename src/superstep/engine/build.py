@@ -77,7 +77,10 @@ def assemble(
     return RankUnits(
         mesh=mesh,
         buffers=buffers,
-        trained={unit: tuple(b for b in every if not b.is_frozen) for unit, every in buffers.items()},
+        trained={
+            unit: tuple(b for b in every if not b.is_frozen and unit not in plan.resting)
+            for unit, every in buffers.items()
+        },
         sources=sources,
         compute=compute,
         chosen={unit: chosen for unit, (_, chosen) in built.items()},
@@ -101,7 +104,7 @@ def _build_modules(
     run: Resolved, specs: Sequence[UnitSpec], mesh: Mesh, buffers: Buffers, layers: Mapping[int, LayerContext]
 ) -> dict[int, BuiltModule]:
     """The modules of this rank's units, and the implementations of their layers."""
-    shared = _parameters(buffers)
+    shared = _parameters(buffers, run.plan.resting)
     built = {
         unit: build_module(specs[unit], {local: shared[p.name] for local, p in specs[unit].params.items()}, context)
         for unit, context in layers.items()
@@ -129,10 +132,10 @@ def _layer_context(
     )
 
 
-def _parameters(buffers: Buffers) -> dict[str, torch.nn.Parameter]:
-    """Parameters by global name: units that name the same tensor share it."""
-    every = [b for unit in buffers.values() for b in unit]
-    return {slot.spec.name: b.params[slot.local] for b in every for slot in b.layout.slots}
+def _parameters(buffers: Buffers, resting: Sequence[int]) -> dict[str, torch.nn.Parameter]:
+    """Parameters by global name: units that name the same tensor share it. Those of ``resting`` units have none."""
+    every = [(b, b.make_resting() if unit in resting else b.params) for unit, each in buffers.items() for b in each]
+    return {slot.spec.name: params[slot.local] for b, params in every for slot in b.layout.slots}
 
 
 def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
@@ -153,7 +156,7 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, exce
         slot = next(slot for slot in b.layout.slots if slot.local == local)
         return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.decoder, excess), sums)
 
-    every = [b for unit in buffers.values() for b in unit]
+    every = [b for unit, each in buffers.items() if unit not in plan.resting for b in each]
     return ExactLayers(
         grain=grain,
         rules=plan.rules,

@@ -8,15 +8,13 @@ from dataclasses import replace
 import torch
 
 from superstep.comm.mesh import Mesh
-from superstep.engine.build import assemble
 from superstep.engine.exact.machine_check import require_exact
-from superstep.engine.executor import Executor
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.malloc_tuning import keep_what_is_freed
+from superstep.engine.phase import EnginePhase, build_phases, merge_results
 from superstep.engine.router_counts import ExpertRouting
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
-from superstep.engine.step_update import StepUpdate
 from superstep.engine.token_metrics import Score, TokenMetrics, require_divisor
 from superstep.engine.values.microbatch import Microbatch
 from superstep.launch.stop_request import StopRequest
@@ -63,7 +61,7 @@ class Engine(RankState):
         temperature: float = 1.0,
     ) -> None:
         self.evaluation_program = compile_evaluation(run.plan)
-        self._others: dict[int, tuple[Program, Program]] = {}
+        self._others: dict[int, tuple[tuple[Program, ...], Program]] = {}
         if run.plan.grain is not None:
             require_exact(run.config.numerics.compute, mesh.device)
         if mesh.device.kind == "cpu":
@@ -75,12 +73,9 @@ class Engine(RankState):
         self._objective: Objective = CROSS_ENTROPY if loss is None else OwnLoss(load_loss(loss))
         self._routing = ExpertRouting(run, mesh)
         self.routers = self._routing.counts
-        units = assemble(run, self.specs, mesh, self.buffers, self._routing.exchange, self._routing.begin, example)
-        self.layers = units.layers
-        heart = heart or NoHeartbeats()
-        self._update = StepUpdate(self, units.excess, heart)
-        self.optimizer = self._update.optimizer
-        self._executor = Executor(units, self._update.run, self.copy, heart)
+        self._phases = build_phases(self, self._routing, example, heart or NoHeartbeats())
+        self._executor, self._update = self._phases[0].executor, self._phases[0].update
+        self.optimizer, self.layers = self._update.optimizer, self._phases[0].layers
 
     def train_step(  # noqa: PLR0913
         self,
@@ -115,46 +110,58 @@ class Engine(RankState):
             DataError: the divisor is invalid, or a stream is missing or of another shape than the targets.
             ConfigError: the last unit has a loss of its own, which supports no streams and objectives.
         """
-        divisor = require_divisor(float(valid_tokens) if divisor is None else divisor)
-        self.newest_program, _ = self._programs(len(microbatches))
-        context = StepContext(
-            program=self.newest_program,
-            microbatches=microbatches,
-            metrics=self._watch(objective or self._objective, microbatches),
-            scale=1.0 / divisor,
-            number=self.optimizer.steps + 1,
-            is_training=True,
-            update=UpdateArguments(
-                valid_tokens=valid_tokens,
-                lr=lr,
-                divisor=divisor,
-                inspect=inspect,
-                judge=judge,
-                stop=stop or StopRequest(),
-            ),
-            record=record,
+        divisor, number = require_divisor(float(valid_tokens) if divisor is None else divisor), self.optimizer.steps + 1
+        programs, _ = self._programs(len(microbatches))
+        update = UpdateArguments(
+            valid_tokens=valid_tokens, lr=lr, divisor=divisor, inspect=inspect, judge=judge, stop=stop or StopRequest()
         )
+        results = []
+        for phase, program in zip(self._phases, programs, strict=True):
+            self.newest_program, self.resting = program, phase.plan.resting
+            context = StepContext(
+                program=program,
+                microbatches=microbatches,
+                metrics=self._watch(objective or self._objective, microbatches, phase=phase),
+                scale=1.0 / divisor,
+                number=number,
+                is_training=True,
+                update=update,
+                record=record if phase is self._phases[0] else None,
+            )
+            results.append(self._run_phase(phase, context))
+        merged = merge_results(self._phases, results)
+        self._routing.end(is_counted=not merged.refused)
+        return merged
+
+    def _run_phase(self, phase: EnginePhase, context: StepContext) -> StepResult:
         for b in self.list_trained_buffers():
             b.zero_gradient()
-        result = self._executor.run(context).step
+        result = phase.executor.run(context).step
         assert result is not None, "a step program has a Step"
-        self._routing.end(is_counted=not result.refused)
         return result
 
-    def _programs(self, count: int) -> tuple[Program, Program]:
-        """Step and evaluation programs for ``count`` microbatches on a rank."""
+    def _programs(self, count: int) -> tuple[tuple[Program, ...], Program]:
+        """Step programs of the phases, and the evaluation program, for ``count`` microbatches on a rank."""
         plan = self.run.plan
         if count == plan.microbatches:
-            return self.step_program, self.evaluation_program
+            return self.step_programs, self.evaluation_program
         if count not in self._others:
             other = replace(plan, microbatches=count)
-            self._others[count] = compile_step(other), compile_evaluation(other)
+            self._others[count] = tuple(map(compile_step, other.list_phases())), compile_evaluation(other)
         return self._others[count]
 
-    def _watch(self, objective: Objective, microbatches: Sequence[Microbatch], *, keeps: bool = False) -> TokenMetrics:
-        """The metrics and loss of the next run of a program."""
+    def _watch(
+        self,
+        objective: Objective,
+        microbatches: Sequence[Microbatch],
+        *,
+        keeps: bool = False,
+        phase: EnginePhase | None = None,
+    ) -> TokenMetrics:
+        """The metrics and loss of the next run of a program; evaluations have the loss of the first phase."""
+        last = (phase or self._phases[0]).specs[-1]
         return TokenMetrics(
-            self.run, self.mesh, self.specs[-1], objective, microbatches, keeps=keeps, temperature=self._temperature
+            self.run, self.mesh, last, objective, microbatches, keeps=keeps, temperature=self._temperature
         )
 
     @property
@@ -208,7 +215,8 @@ class Engine(RankState):
         Args:
             steps: updates that the optimizer has made.
         """
-        self.optimizer.steps = steps
+        for phase in self._phases:
+            phase.update.optimizer.steps = steps
         for _, b in self.each_buffer():
             if not b.shards_optimizer:
                 b.refresh()

@@ -26,18 +26,25 @@ class StepUpdate:
         state: of this rank.
         excess: range overflows of exact sums on this rank.
         heart: receives the progress.
+        resting: units that are not updated, but in another phase.
 
     Attributes:
         optimizer: of the trained buffers.
         measures: the objective's measures of the newest step, also available in ``inspect``.
     """
 
-    def __init__(self, state: RankState, excess: RangeExcess, heart: HeartbeatReceiver) -> None:
+    def __init__(
+        self, state: RankState, excess: RangeExcess, heart: HeartbeatReceiver, resting: Sequence[int] = ()
+    ) -> None:
         train = state.run.config.train
         self._state, self.excess, self._heart = state, excess, heart
         self.measures: Mapping[str, float] = {}
         self.optimizer = Optimizer(
-            [OwnedRanges(b, tuple(state.owned_ranges(unit, b))) for unit, b in state.each_buffer() if not b.is_frozen],
+            [
+                OwnedRanges(b, tuple(state.owned_ranges(unit, b)))
+                for unit, b in state.each_buffer()
+                if not b.is_frozen and unit not in resting
+            ],
             RULES[train.optimizer],
             OptimizerSettings(
                 beta1=train.beta1,

@@ -19,6 +19,9 @@ from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, SamplePlace
 from superstep.plan.model.outline import Factor, Outline
 
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""An output and the targets to the sum of the loss over counted targets."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
@@ -76,10 +79,14 @@ class UnitSpec:
     takes: tuple[str, ...] = ()
     """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``scan``, ``noise``.
     """
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    loss: Loss | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
     entropy of logits [..., V] and class numbers [...].
     """
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """Of the last unit, where a step has several phases: the loss of each by its name, in their order."""
+    phase: str = ""
+    """The phase in which the unit is trained, of a step of several."""
 
 
 INPUT = "the batch's input"
@@ -90,6 +97,17 @@ Source: TypeAlias = int | str
 
 Fields: TypeAlias = Mapping[str, Tensor]
 """A batch by field; ``INPUT`` is the one that a first unit without ``inputs`` takes."""
+
+
+def list_phases(specs: Sequence[UnitSpec]) -> tuple[str, ...]:
+    """The names of the phases of a step, in their order; () for a step of one."""
+    return tuple(specs[-1].losses)
+
+
+def in_phase(specs: Sequence[UnitSpec], phase: str) -> tuple[UnitSpec, ...]:
+    """The units with the loss of one phase."""
+    *others, last = specs
+    return (*others, replace(last, loss=last.losses[phase], losses={}))
 
 
 def mark_frozen(specs: Sequence[UnitSpec], outline: Outline) -> tuple[UnitSpec, ...]:

@@ -135,7 +135,7 @@ class _Rank:
             shared = {u for u in held if len(self.program.holders(u)) > 1}
             yield from (f"the gradient of u{u} is never tied" for u in sorted(shared - self.tied))
         if "snapshot" in passes:
-            missing = sorted(self.held - self.copied - set(self.program.frozen))
+            missing = sorted(self.held - self.copied - set(self.program.fixed))
             yield from (f"the state of u{u} is never copied" for u in missing)
         if "step" in passes and not self.is_stepped:
             yield "the step is missing"
@@ -174,8 +174,9 @@ class _Rank:
     def _unit(self, unit: int, m: int) -> str:
         if broken := self._describe_pass(unit, m):
             return broken
-        read = self.program.params[unit] if self.program.shards_parameters else self.program.list_trained(unit)
-        if self.is_fetched and not set(read) <= self.resident:
+        fixed = () if self.program.shards_parameters else self.program.fixed
+        read = set(self.program.params[unit]) - set(fixed)
+        if self.is_fetched and not read <= self.resident:
             return "the unit's parameters are not resident"
         return ""
 
@@ -297,7 +298,7 @@ class _Rank:
 
     def _snapshot(self, unit: int) -> str:
         """Only the step changes what a copy reads, and nothing may follow the step: so a copy may overlap the rest."""
-        if unit not in self.held or unit in self.program.frozen:
+        if unit not in self.held or unit in self.program.fixed:
             return "the rank trains nothing of the unit"
         if unit in self.copied:
             return "the unit's state is copied once"

@@ -189,6 +189,7 @@ class Program(ZeroStage):
         passes: the passes applied so far; ``check`` requires only what these promise.
         ranks: the instructions of each pipeline rank, in order.
         frozen: the units without trained parameters, which are not reduced.
+        resting: those of them that another phase of the step trains.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
     """
 
@@ -202,6 +203,12 @@ class Program(ZeroStage):
     ranks: tuple[tuple[Instruction, ...], ...]
     frozen: tuple[int, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
+    resting: tuple[int, ...] = ()
+
+    @property
+    def fixed(self) -> tuple[int, ...]:
+        """The units that no phase of the step trains: their parameters never change."""
+        return tuple(unit for unit in self.frozen if unit not in self.resting)
 
     @property
     def taken(self) -> tuple[tuple[int, ...], ...]:

@@ -64,6 +64,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         ranks=tuple(tuple(i for task in tasks for i in instructions(task)) for tasks in order),
         frozen=plan.frozen,
         inputs=plan.inputs,
+        resting=plan.resting,
     )
 
 
@@ -206,8 +207,8 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
     """Fetch parameters from the shards before they are used.
 
     ZeRO 1 and 2 keep whole parameters, which the last step left stale outside the own shard: each unit is fetched once,
-    all issued at the start in the order of use; frozen units are never stale. ZeRO 3 fetches the next ``prefetch``
-    units ahead of their use, and frees a unit when its next use is farther away.
+    all issued at the start in the order of use; units that no phase trains are never stale. ZeRO 3 fetches the next
+    ``prefetch`` units ahead of their use, and frees a unit when its next use is farther away.
     """
     if dp == 1 or not program.shards_optimizer:
         return _with_pass(program, "fetch", list(program.ranks))
@@ -218,7 +219,7 @@ def add_fetch(program: Program, *, dp: int, prefetch: int) -> Program:
 
 def _fetch_all(program: Program, instructions: tuple[Instruction, ...]) -> list[Instruction]:
     used = dict.fromkeys(u for units in _uses(program, instructions) for u in units)
-    return [ins.Fetch(u) for u in used if u not in program.frozen]
+    return [ins.Fetch(u) for u in used if u not in program.fixed]
 
 
 def _uses(program: Program, instructions: tuple[Instruction, ...]) -> list[tuple[int, ...]]:
@@ -272,7 +273,7 @@ def add_snapshot(program: Program) -> Program:
     """
 
     def rank(number: int, instructions: tuple[Instruction, ...]) -> Iterator[Instruction]:
-        left = [u for u in program.list_held_units(number) if u not in program.frozen]
+        left = [u for u in program.list_held_units(number) if u not in program.fixed]
         for i in instructions:
             for unit in [u for u in left if is_compute(i) and u in program.params[_unit_of(i)]]:
                 left.remove(unit)

@@ -54,7 +54,7 @@ def write_program(program: Program) -> str:
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
             + (f" takes {','.join(map(str, program.inputs[u])) or '-'}" if program.inputs else "")
-            + (" frozen" if u in program.frozen else "")
+            + (" resting" if u in program.resting else " frozen" if u in program.frozen else "")
             for u, name in enumerate(program.units)
         ),
     ]
@@ -104,6 +104,9 @@ def read_instruction(text: str) -> Instruction:
     raise UserError(f"'{text}' is no instruction.")
 
 
+_UNIT = re.compile(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|-))?( frozen| resting)?")
+
+
 def read_program(text: str) -> Program:
     """Read what ``write_program`` wrote; raises UserError with the number of a line that is not part of a program."""
     lines = text.splitlines()
@@ -116,14 +119,16 @@ def read_program(text: str) -> Program:
     stages: dict[int, list[int]] = {}
     ranks: list[list[Instruction]] = []
     frozen: list[int] = []
+    resting: list[int] = []
     inputs: list[tuple[int, ...]] = []
     for number, line in enumerate(lines[1:], start=2):
-        if unit := re.fullmatch(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|-))?( frozen)?", line):
+        if unit := _UNIT.fullmatch(line):
             names.append(unit[2])
             params.append(tuple(int(p) for p in unit[3].split(",")))
             stages.setdefault(int(unit[4]), []).append(int(unit[1]))
             inputs += [tuple(int(u) for u in unit[6].split(",") if u != "-")] if unit[5] else []
             frozen += [int(unit[1])] if unit[7] else []
+            resting += [int(unit[1])] if unit[7] == " resting" else []
         elif line == f"rank {len(ranks)}":
             ranks.append([])
         elif line.startswith("  ") and ranks:
@@ -144,4 +149,5 @@ def read_program(text: str) -> Program:
         ranks=tuple(tuple(r) for r in ranks),
         frozen=tuple(frozen),
         inputs=tuple(inputs),
+        resting=tuple(resting),
     )

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         _, options, _ = read_arguments(argv, read_run(Path(target)))
     run = resolve_config(options.run) if target else settle(options.run, flags, resolve_config)
     if options.program:
-        say(write_program(compile_step(run.plan)))
+        say("".join(write_program(compile_step(plan)) for plan in run.plan.list_phases()))
     elif options.kernels:
         say(kernel_table(run))
     else:

@@ -137,6 +137,10 @@ class UnitBuffers(ZeroStage):
             param.grad = self._sink(slot)
         return param
 
+    def make_resting(self) -> dict[str, nn.Parameter]:
+        """Parameters for a phase that does not train them, by their local names, on the same memory."""
+        return {local: nn.Parameter(param.data, requires_grad=False) for local, param in self.params.items()}
+
     def _sink(self, slot: Slot) -> Tensor:
         """The part of the gradient buffer for a parameter."""
         return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)

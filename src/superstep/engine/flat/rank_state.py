@@ -34,7 +34,9 @@ class RankState:
 
     Attributes:
         buffers: of each unit with parameters on this rank, one for each family of them.
-        step_program: decides which tensors are kept, and for how long.
+        step_programs: of each phase of a step; they decide which tensors are kept, and for how long.
+        step_program: of the first.
+        resting: the units without gradients in the phase that runs, or ran last.
         snapshots: copy the state into memory; None where nothing does.
     """
 
@@ -42,7 +44,9 @@ class RankState:
         self.run = run
         self.mesh = mesh
         self.specs = tuple(specs)
-        self.step_program = compile_step(run.plan)
+        self.step_programs = tuple(map(compile_step, run.plan.list_phases()))
+        self.step_program = self.step_programs[0]
+        self.resting: tuple[int, ...] = ()
         self.snapshots: Snapshots | None = None
         plan, config = run.plan, run.config
         layouts = lay_out(
@@ -104,7 +108,8 @@ class RankState:
         wanted = self.state_kinds if kinds is None else kinds
         for unit, b in self.each_buffer():
             if not b.is_frozen:
-                yield from self._pieces(unit, b, wanted)
+                here = [kind for kind in wanted if kind != "gradient" or unit not in self.resting]
+                yield from self._pieces(unit, b, here)
             elif has_frozen and "weight" in wanted:
                 yield from self._pieces(unit, b, ("weight",))
 
@@ -135,7 +140,7 @@ class RankState:
 
     def keep_snapshots(self, memory: SnapshotMemory) -> Snapshots:
         """Let the step program copy the state into a memory, where it has a ``Snapshot`` and one is due."""
-        frozen = self.step_program.frozen
+        frozen = self.step_program.fixed
         trained = {u: [b for b in each if not b.is_frozen] for u, each in self.buffers.items() if u not in frozen}
         self.snapshots = Snapshots(memory, trained, self.mesh.device)
         return self.snapshots

@@ -19,10 +19,21 @@ from superstep.model.by_place.batch_norm import STATISTICS, is_statistic
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
+from superstep.model.custom.check_phases import check_phases
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
-from superstep.model.unit import GIVEN, Fields, ParamSpec, Source, UnitSpec, list_sources, name_fields, start_graph
+from superstep.model.unit import (
+    GIVEN,
+    Fields,
+    ParamSpec,
+    Source,
+    UnitSpec,
+    list_phases,
+    list_sources,
+    name_fields,
+    start_graph,
+)
 from superstep.numerics.noise import FindHeld, HeldElements, SamplePlace, hold_whole
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
 
@@ -71,8 +82,9 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
                     f"{parameter.axes}, another unit as {list(before.dims)} with {before.axes}; units that name the "
                     "same tensor share it, so give it one shape and the same axes, or another name."
                 )
-        units.append(Unit(spec.name, parameters, spec.inputs))
-    outline = Outline(tuple(units))
+        units.append(Unit(spec.name, parameters, spec.inputs, spec.phase))
+    check_phases(specs, where)
+    outline = Outline(tuple(units), list_phases(specs))
     check_outputs(outline, where)
     return outline
 

@@ -9,22 +9,25 @@ pipeline parallelism. Build them alike on every rank: from the same seed, or fro
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import is_statistic
 from superstep.model.custom.unsupported_modules import check_hooks, check_modules
-from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.model.unit import Loss, ParamSpec, UnitSpec
 
 
 def as_units(
     modules: Sequence[nn.Module],
     *,
     inputs: Mapping[int, Sequence[int | str]] | None = None,
-    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+    loss: Loss | Mapping[str, Loss] | None = None,
+    phases: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[UnitSpec, ...]:
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
 
@@ -34,12 +37,14 @@ def as_units(
         inputs: what some modules take, by their number, instead of the output of the module before: outputs of modules
             before them, by number, and fields of the batch, by name.
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
-            logits [B, C] and class numbers [B].
+            logits [B, C] and class numbers [B]. Of a step of several phases, the loss of each by its name.
+        phases: the modules that each phase trains, by their number.
 
     Raises:
         ConfigError: a module cannot be trained in parallel.
     """
     names: dict[int, str] = {}
+    phase_of = {str(number): phase for phase, numbers in (phases or {}).items() for number in numbers}
     units = []
     for number, module in enumerate(modules):
         # Detects here what a copy would lose or could not take.
@@ -56,10 +61,18 @@ def as_units(
             for local, param in module.named_parameters()
         }
         build = partial(_build_copy, module)
-        last = loss if number == len(modules) - 1 else None
+        is_last = number == len(modules) - 1
         taken = tuple(map(str, (inputs or {}).get(number, ())))
-        units.append(UnitSpec(name=str(number), build=build, params=params, inputs=taken, loss=last))
+        phase = phase_of.pop(str(number), "")
+        unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, phase=phase)
+        units.append(_with_loss(unit, loss) if is_last else unit)
+    for unknown, phase in phase_of.items():
+        raise ConfigError(f"phase '{phase}' trains module {unknown}, and there are {len(modules)} modules from 0 on.")
     return tuple(units)
+
+
+def _with_loss(unit: UnitSpec, loss: Loss | Mapping[str, Loss] | None) -> UnitSpec:
+    return replace(unit, losses=loss) if isinstance(loss, Mapping) else replace(unit, loss=loss)
 
 
 def _build_copy(module: nn.Module) -> nn.Module:

@@ -55,18 +55,25 @@ class Unit:
         parameters: all that it reads.
         inputs: names of the units whose outputs it takes, and of fields of the batch; if empty, it takes the output of
             the unit before.
+        phase: in which it is trained, of a step of several phases.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     inputs: tuple[str, ...] = ()
+    phase: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A model's units, each after those whose outputs it takes. The loss is of the last one's output."""
+    """A model's units, each after those whose outputs it takes. The loss is of the last one's output.
+
+    Attributes:
+        phases: names of the phases of a step, in their order; () for a step of one.
+    """
 
     units: tuple[Unit, ...]
+    phases: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

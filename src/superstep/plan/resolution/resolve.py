@@ -54,7 +54,9 @@ class Plan(ZeroStage):
         families: of the model's parameters.
         params: for each unit, the units that own the parameters that it reads: itself, and the embedding for a tied
             head.
-        frozen: units without trained parameters.
+        frozen: units without trained parameters; of one phase, those that it does not train.
+        resting: those of them that another phase trains.
+        phases: for each phase of a step, its name and the units that it trains; () for a step of one.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
@@ -87,6 +89,22 @@ class Plan(ZeroStage):
     inputs: tuple[tuple[int, ...], ...] = ()
     mtp_weight: float | None = None
     snapshots: bool = False
+    resting: tuple[int, ...] = ()
+    phases: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def list_phases(self) -> tuple[Plan, ...]:
+        """The plan of each phase of a step, in their order; only itself for a step of one."""
+        every = {unit for _, units in self.phases for unit in units}
+        return tuple(
+            replace(
+                self,
+                frozen=tuple(unit for unit in range(len(self.units)) if unit not in units),
+                resting=tuple(sorted(every - set(units))),
+                snapshots=self.snapshots and number == 0,
+                phases=(),
+            )
+            for number, (_, units) in enumerate(self.phases)
+        ) or (self,)
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
@@ -233,6 +251,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         units=outline.names,
         params=outline.reads,
         frozen=list_frozen_units(outline),
+        phases=_phases(outline),
         recomputed=outline.recomputed,
         inputs=outline.inputs,
         mtp_weight=None if shape is None else shape.mtp_weight,
@@ -240,6 +259,13 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     )
     require_way_back(made.units, stages, taken, made.has_backward)
     return made
+
+
+def _phases(outline: Outline) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple(
+        (phase, tuple(number for number, unit in enumerate(outline.units) if unit.phase == phase))
+        for phase in outline.phases
+    )
 
 
 def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[Family, ...]:

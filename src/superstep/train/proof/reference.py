@@ -25,7 +25,7 @@ from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
 from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.unit import INPUT, Fields, ParamSpec, UnitGraph, UnitSpec, initial, parameters
+from superstep.model.unit import INPUT, Fields, Loss, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import SamplePlace
 from superstep.numerics.own_loss import load_loss
@@ -38,7 +38,6 @@ from superstep.train.lr_schedule import rate
 from superstep.train.proof.reference_optimizer import make_optimizer
 
 Forward = Callable[[Fields, DispatchContext, Mapping[str, Any]], Tensor]
-UnitLoss = Callable[[Tensor, Tensor], Tensor]
 Parts = Sequence[tuple[ParamSpec, nn.Parameter]]
 
 
@@ -82,7 +81,7 @@ def reference_steps(
         yield from _steps(forward, specs, losses, train, [*map(losses.extend, batches)], clips=clips)
         return
     forward, specs = _decoder(shape, train.seed)
-    yield from _steps(forward, specs, token_losses(train), train, batches, clips=clips)
+    yield from _steps(forward, [(token_losses(train), specs)], (), train, batches, clips=clips)
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
@@ -109,8 +108,14 @@ def unit_steps(
     batch's divisor.
     """
     forward, parts = _units(specs, train.seed)
-    loss_sum = specs[-1].loss or token_losses(train)
-    yield from _steps(forward, parts, loss_sum, train, batches, clips=clips, together=count_together(specs))
+    frozen = [part for part in parts if part[0].is_frozen]
+    phase_of = {param.name: spec.phase for spec in specs for param in spec.params.values()}
+    losses: Mapping[str, Loss | TokenLosses] = specs[-1].losses or {"": specs[-1].loss or token_losses(train)}
+    phases = [
+        (loss, [part for part in parts if not part[0].is_frozen and phase_of[part[0].name] == name])
+        for name, loss in losses.items()
+    ]
+    yield from _steps(forward, phases, frozen, train, batches, clips=clips, together=count_together(specs))
 
 
 def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
@@ -138,7 +143,7 @@ def _place(now: DispatchContext) -> SamplePlace:
 def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
     """Nats per counted target over some batches, with the initial weights."""
     forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _units(model, seed)
-    own = None if isinstance(model, ModelShape) else model[-1].loss
+    own = None if isinstance(model, ModelShape) else next(iter(model[-1].losses.values()), model[-1].loss)
     loss_sum = own or TokenLosses()
     nats, count = 0.0, 0
     for batch in batches:
@@ -208,65 +213,91 @@ def _divisor(batch: Batch, *, is_counted: bool) -> float:
     return int((batch.targets_BS != IGNORE).sum()) if is_counted else batch.valid_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _PhaseParts:
+    """What one phase trains, its loss and its optimizer."""
+
+    loss_sum: TokenLosses | Loss
+    specs: Parts
+    optimizer: torch.optim.Optimizer
+
+
 def _steps(
     forward: Forward,
-    specs: Parts,
-    loss_sum: TokenLosses | UnitLoss,
+    phases: Sequence[tuple[TokenLosses | Loss, Parts]],
+    frozen: Parts,
     train: TrainConfig,
     batches: Sequence[Batch],
     *,
     clips: bool,
     together: int = 1,
 ) -> Iterator[ReferenceStep]:
-    frozen, specs = ([part for part in specs if part[0].is_frozen is wanted] for wanted in (True, False))
+    made = [_PhaseParts(loss, parts, make_optimizer(train, [param for _, param in parts])) for loss, parts in phases]
+    every = [(part, phase.optimizer) for phase in made for part in phase.specs]
     # Weights beside adapters are no part of their state.
-    stored = [] if any(spec.factor is not None for spec, _ in specs) else frozen
-    params = [param for _, param in specs]
-    optimizer = make_optimizer(train, params)
+    stored = [] if any(spec.factor is not None for (spec, _), _ in every) else frozen
     clip_norm = train.clip_norm
     for step, batch in enumerate(batches):
-        optimizer.zero_grad()
-        divisor = _divisor(batch, is_counted=isinstance(loss_sum, TokenLosses))
-        loss = 0.0
-        # Row by row, or group by group: independent of a layout's split of the batch.
-        for number in range(0, len(batch.targets_BS), together):
-            now = DispatchContext(
-                sequences=tuple(range(number, number + together)),
-                batch_sequences=len(batch.targets_BS),
-                seed=train.seed,
-                step=step,
-            )
-            part = _loss_of(forward, loss_sum, batch, now) / divisor
-            part.backward()
-            loss += float(part.detach())
-        # Parameters without influence on the loss have a gradient too.
-        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-        gradients = {n: x.clone() for (spec, _), grad in zip(specs, grads, strict=True) for n, x in spec.views(grad)}
-        learnt = [grad for (spec, _), grad in zip(specs, grads, strict=True) if not spec.is_statistic]
-        norm = sqrt(sum(map(_square, learnt)))
-        if clips and step == 0 and norm > 0:
-            clip_norm = min(clip_norm, float(f"{norm / 4:.1g}"))
-        for (spec, param), grad in zip(specs, grads, strict=True):
-            param.grad = None if spec.is_statistic else grad.div_(max(norm / clip_norm, 1.0))
-            if spec.is_statistic:
-                param.data += grad
-        for group in optimizer.param_groups:
-            group["lr"] = rate(train, step)
-        optimizer.step()
+        loss, squares, gradients = 0.0, 0.0, dict[str, Tensor]()
+        for phase in made:
+            for (_, param), optimizer in every:
+                param.requires_grad_(optimizer is phase.optimizer)
+            phase.optimizer.zero_grad()
+            loss += _add_gradients(forward, phase, batch, train, step, together)
+            # Parameters without influence on the loss have a gradient too.
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for _, param in phase.specs]
+            named = list(zip(phase.specs, grads, strict=True))
+            gradients |= {n: x.clone() for (spec, _), grad in named for n, x in spec.views(grad)}
+            norm = sqrt(sum(_square(grad) for (spec, _), grad in named if not spec.is_statistic))
+            if clips and step == 0 and phase is made[0] and norm > 0:
+                clip_norm = min(clip_norm, float(f"{norm / 4:.1g}"))
+            _update(phase, named, norm / clip_norm, rate(train, step))
+            squares += norm**2
         kinds = MOMENTS[train.optimizer]
         # Statistics have moments that stay zero.
-        states = [(spec, optimizer.state[p] or {kind: torch.zeros_like(p) for kind in kinds}) for spec, p in specs]
+        states = [(spec, o.state[p] or {kind: torch.zeros_like(p) for kind in kinds}) for (spec, p), o in every]
         yield ReferenceStep(
             loss=loss,
-            grad_norm=norm,
+            grad_norm=sqrt(squares),
             clip_norm=clip_norm,
             gradients=gradients,
-            weights={n: x.clone() for spec, p in (*specs, *stored) for n, x in spec.views(p.detach())},
+            weights={n: x.clone() for spec, p in (*(e for e, _ in every), *stored) for n, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
 
 
-def _loss_of(forward: Forward, loss_sum: TokenLosses | UnitLoss, batch: Batch, now: DispatchContext) -> Tensor:
+def _add_gradients(
+    forward: Forward, phase: _PhaseParts, batch: Batch, train: TrainConfig, step: int, together: int
+) -> float:
+    """Add the gradients of a batch; its loss. Row by row, or group by group: independent of a layout's split."""
+    divisor, loss = _divisor(batch, is_counted=isinstance(phase.loss_sum, TokenLosses)), 0.0
+    for number in range(0, len(batch.targets_BS), together):
+        now = DispatchContext(
+            sequences=tuple(range(number, number + together)),
+            batch_sequences=len(batch.targets_BS),
+            seed=train.seed,
+            step=step,
+        )
+        part = _loss_of(forward, phase.loss_sum, batch, now) / divisor
+        part.backward()
+        loss += float(part.detach())
+    return loss
+
+
+def _update(
+    phase: _PhaseParts, named: Sequence[tuple[tuple[ParamSpec, nn.Parameter], Tensor]], above: float, lr: float
+) -> None:
+    """Update what a phase trains by gradients that are divided by ``above``, if that is more than 1."""
+    for (spec, param), grad in named:
+        param.grad = None if spec.is_statistic else grad.div_(max(above, 1.0))
+        if spec.is_statistic:
+            param.data += grad
+    for group in phase.optimizer.param_groups:
+        group["lr"] = lr
+    phase.optimizer.step()
+
+
+def _loss_of(forward: Forward, loss_sum: TokenLosses | Loss, batch: Batch, now: DispatchContext) -> Tensor:
     """The loss of some rows, summed."""
     some = slice(now.sequences[0], now.sequences[-1] + 1)
     out, weights = forward(_rows_of(batch, some), now, _sight(batch, some.start)), batch.streams.get("weights")

@@ -71,9 +71,11 @@ def shapes_of(run: Resolved) -> dict[str, torch.Size]:
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
     """The operations of each unit of the run on a rank; None for a user's own units with data-dependent
-    control flow.
+    control flow, or with several phases in a step.
     """
     specs = units_of(run)
+    if run.plan.phases:
+        return None
     if run.decoder is not None:
         return operations_of(run, specs)
     try:

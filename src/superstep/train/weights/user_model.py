@@ -85,7 +85,7 @@ def _check_logits(config: RunConfig, shape: torch.Size) -> None:
 
 def _check_targets(source: str, last: UnitSpec, samples: SampleFields, shape: torch.Size) -> None:
     """Check that the last unit's output fits the samples' targets."""
-    if last.loss is not None:
+    if last.loss is not None or last.losses:
         return
     target = samples.target
     if target.dtype != "int64":

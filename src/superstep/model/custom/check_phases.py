@@ -1,0 +1,35 @@
+"""Checks of the phases of a step: each has a loss and trains some unit, and each unit is trained in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from superstep.errors import ConfigError, did_you_mean
+from superstep.model.unit import UnitSpec, list_phases
+
+
+def check_phases(specs: Sequence[UnitSpec], where: str) -> None:
+    """Check the phases that units name against those of the last unit's losses; raises ConfigError."""
+    phases = list_phases(specs)
+    trained: dict[str, str] = {}
+    for spec in specs:
+        if spec.phase and spec.phase not in phases:
+            others = (
+                did_you_mean(spec.phase, phases) if phases else "; give the last unit a loss for each phase, by name."
+            )
+            raise ConfigError(
+                f"{where}: unit '{spec.name}' is trained in phase '{spec.phase}', which has no loss{others}"
+            )
+        if spec.phase and not spec.params:
+            raise ConfigError(f"{where}: unit '{spec.name}' is trained in phase '{spec.phase}' and has no parameters.")
+        if phases and spec.params and not spec.phase:
+            raise ConfigError(f"{where}: unit '{spec.name}' names no phase; give it one of {list(phases)}.")
+        for param in spec.params.values() if phases else ():
+            before = trained.setdefault(param.name, spec.phase)
+            if before != spec.phase:
+                raise ConfigError(
+                    f"{where}: '{param.name}' is trained in the phases '{before}' and '{spec.phase}'; train it in one."
+                )
+    for phase in phases:
+        if all(spec.phase != phase for spec in specs):
+            raise ConfigError(f"{where}: phase '{phase}' trains nothing; name it in a unit with parameters.")

@@ -1,0 +1,204 @@
+"""Steps of two phases under every layout: a discriminator, then a generator through the frozen discriminator."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from longer import many_ranks
+from superstep.comm.device import Device
+from superstep.data.batch import Batch
+from superstep.engine.engine import Engine
+from superstep.errors import ConfigError
+from superstep.launch.ranks import World
+from superstep.model.custom.inspect import outline_of
+from superstep.model.custom.units_from_modules import as_units
+from superstep.plan.config import (
+    FreezeConfig,
+    NumericsConfig,
+    PlanConfig,
+    RollbackConfig,
+    RunConfig,
+    StateConfig,
+    TrainConfig,
+)
+from superstep.plan.resolution.resolve import resolve
+from superstep.program.compile import compile_step
+from superstep.program.text import describe, read_program, write_program
+from superstep.train.proof import prove_tolerance
+from superstep.train.proof.prove_tolerance import prove, write_reference
+
+
+class Pair(nn.Module):
+    """A drawn picture, and a real one."""
+
+    def forward(self, drawn: Tensor, real: Tensor) -> Tensor:
+        return torch.stack((drawn, real), 1)
+
+
+def judge(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the discriminator."""
+    return (F.softplus(logits[:, 0]) + F.softplus(-logits[:, 1])).sum()
+
+
+def fool(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss of the generator."""
+    return F.softplus(-logits[:, 0]).sum()
+
+
+PHASES = {"judge": (3, 4), "fool": (0, 1)}
+
+
+def gan(phases=PHASES, losses=None):
+    torch.manual_seed(3)
+    modules = [
+        nn.Sequential(nn.Linear(6, 16), nn.GELU()),
+        nn.Sequential(nn.Linear(16, 16), nn.Unflatten(1, (1, 4, 4))),
+        Pair(),
+        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), nn.GELU()),
+        nn.Sequential(nn.Linear(12, 1), nn.Flatten()),
+    ]
+    losses = {"judge": judge, "fool": fool} if losses is None else losses
+    return as_units(modules, inputs={0: ["latents"], 2: [1, "pixels"]}, loss=losses, phases=phases)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(5)
+
+    def batch():
+        fields = {
+            "latents": torch.randn(8, 6, generator=generator),
+            "pixels": torch.randn(8, 1, 4, 4, generator=generator),
+        }
+        return Batch(fields, torch.zeros(8, dtype=torch.long), 8, reads="latents")
+
+    return batch(), batch()
+
+
+def run_of(*, specs=None, **plan):
+    config = RunConfig(
+        train=TrainConfig(batch_sequences=8, warmup_steps=1, steps=10, lr=1e-3),
+        plan=PlanConfig(**plan),
+        numerics=NumericsConfig(compute="fp32"),
+    )
+    return resolve(config, outline=outline_of(specs or gan(), "gan"))
+
+
+LAYOUTS = {
+    1: [{}, {"microbatch": 2, "recompute": "full"}],
+    2: [
+        {"dp": 2, "zero": 1},
+        {"dp": 2, "zero": 2, "microbatch": 2},
+        {"dp": 2, "zero": 3, "microbatch": 2},
+        {"pp": 2, "microbatch": 2},
+        {"pp": 2, "microbatch": 2, "schedule": "zb-h1"},
+    ],
+    4: [{"dp": 2, "pp": 2, "zero": 3, "microbatch": 2}],
+}
+
+
+def _prove_all(rank, world, runs, folder):
+    torch.set_num_threads(1)
+    here = World(rank, world, Device("cpu"))
+    return [
+        prove(here, run, batches(), Path(folder), reruns=number == 0, specs=gan()) for number, run in enumerate(runs)
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("phases")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    write_reference(gan(), run_of().config.train, batches(), folder)
+    torch.set_num_threads(threads)
+    return str(folder)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("world", many_ranks(LAYOUTS))
+def test_every_layout_computes_what_one_process_does(pool, reference, world):
+    runs = [run_of(**plan) for plan in LAYOUTS[world]]
+    for run, verdict in zip(runs, pool.run(world, _prove_all, runs, reference, timeout_s=240)[0], strict=True):
+        assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
+        assert verdict.compared > 0
+
+
+class _Loose(Engine):
+    """An engine that moves a weight of the discriminator in the generator's phase."""
+
+    def train_step(self, *arguments, **named):
+        result = super().train_step(*arguments, **named)
+        for piece in self.pieces(("weight",)):
+            if piece.name == "3.1.weight":
+                piece.values[0] += 1e-3
+        return result
+
+
+def _prove_loose(rank, world, run, folder):
+    with mock.patch.object(prove_tolerance, "Engine", _Loose):
+        return _prove_all(rank, world, [run], folder)[0].first
+
+
+@pytest.mark.multiproc
+def test_a_discriminator_that_moves_in_the_generators_phase_is_named(pool, reference):
+    first = pool.run(1, _prove_loose, run_of(), reference)[0]
+    assert first.name == "3.1.weight"
+
+
+def test_the_program_of_a_phase_goes_back_to_what_it_trains_and_no_further():
+    first, second = map(compile_step, run_of(microbatch=8).plan.list_phases())
+    assert [describe(i) for i in first.ranks[0]] == [
+        "forward u0 m0 keep=nothing", "forward u1 m0 keep=nothing", "forward u2 m0 keep=nothing",
+        "forward u3 m0 keep=all", "forward u4 m0 keep=all", "backward u4 m0", "backward u3 m0", "step",
+    ]  # fmt: skip
+    assert [describe(i) for i in second.ranks[0]][5:] == [*(f"backward u{u} m0" for u in (4, 3, 2, 1, 0)), "step"]
+    for program in (first, second):
+        assert read_program(write_program(program)) == program
+
+
+REFUSED = [
+    ({"phases": {"judge": (3, 4), "fool": ()}}, "unit '0' names no phase; give it one of ['judge', 'fool']"),
+    ({"phases": {"judge": (0, 1, 3, 4)}}, "phase 'fool' trains nothing; name it in a unit with parameters"),
+    ({"phases": {"judge": (3, 9), "fool": (0, 1)}}, "phase 'judge' trains module 9, and there are 5 modules from 0 on"),
+    (
+        {"phases": {"judge": (3, 4), "foul": (0, 1)}},
+        "unit '0' is trained in phase 'foul', which has no loss; did you mean",
+    ),
+    ({"phases": {"judge": (2, 3, 4), "fool": (0, 1)}}, "unit '2' is trained in phase 'judge' and has no parameters"),
+    ({"losses": judge}, "unit '0' is trained in phase 'fool', which has no loss; give the last unit a loss for each"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_phases_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_of(specs=gan(**changes))
+
+
+def test_a_tensor_is_trained_in_one_phase():
+    first, *others = gan()
+    shared = replace(others[-1], params={**others[-1].params, "0.bias": first.params["0.bias"]})
+    with pytest.raises(ConfigError, match=r"'0.0.bias' (is trained in the phases|.*)"):
+        run_of(specs=(first, *others[:-1], shared))
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"freeze": FreezeConfig(params=("0.*",))}, "[freeze]"),
+        ({"rollback": RollbackConfig()}, "[rollback]"),
+        ({"state": StateConfig(fingerprint_every=1)}, "state.fingerprint_every"),
+    ],
+)
+def test_settings_that_know_one_phase_alone_are_refused(change, name):
+    config = replace(run_of().config, **change)
+    with pytest.raises(ConfigError, match=re.escape(f"{name} with a model whose step has several phases")):
+        resolve(config, outline=outline_of(gan(), "gan"))
