@@ -75,6 +75,11 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         ["lora: the model has no plain linear layer", "leave [lora] out"],
     ),
     (
+        {"numerics__compile": True},
+        replace(outline(), phases=("one", "other")),
+        ["numerics.compile with a model whose step has several phases", "leave it out"],
+    ),
+    (
         {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
         outline(linear("up.weight", "inner", None)),
         ["up.weight", "plan.rules.inner = 'tp' cuts its output", "'middle' is cut over its input to match"],

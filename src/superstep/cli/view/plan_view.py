@@ -24,10 +24,12 @@ def view_plan(run: Resolved, target: str | None, options: ViewOptions, picture: 
     """Show the predicted step, and write its page."""
     traced = operations(run)
     if traced is None:
-        raise ConfigError(
-            f"model.source = '{run.config.model.source}': the work of its units depends on data, so their steps are "
-            "not predicted; view --program lists the instructions."
+        why = (
+            "a step of several phases is not predicted"
+            if run.plan.phases
+            else "the work of its units depends on data, so their steps are not predicted"
         )
+        raise ConfigError(f"model.source = '{run.config.model.source}': {why}; view --program lists the instructions.")
     machine = measure(run, pick(0, run.config.plan.device), traced)
     prediction = predict(run, machine, traced)
     title = title_of(prediction, machine)
