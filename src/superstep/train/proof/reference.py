@@ -78,7 +78,7 @@ def reference_steps(
     if shape.mtp_weight is not None:
         forward, specs = _units(units(shape), train.seed)
         losses = TwoTokenLosses(shape.mtp_weight)
-        yield from _steps(forward, specs, losses, train, [*map(losses.extend, batches)], clips=clips)
+        yield from _steps(forward, [(losses, specs)], (), train, [*map(losses.extend, batches)], clips=clips)
         return
     forward, specs = _decoder(shape, train.seed)
     yield from _steps(forward, [(token_losses(train), specs)], (), train, batches, clips=clips)
