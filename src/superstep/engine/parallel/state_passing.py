@@ -11,7 +11,7 @@ then no state goes through. In exact mode every rank computes whole sequences, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ from superstep.numerics.delta_rule.rule import (
     read_states,
 )
 from superstep.numerics.delta_rule.sums import Sums
+from superstep.numerics.sending import send
 
 RUNS = 2
 """Runs of the sequence that a rank holds."""
@@ -154,12 +155,14 @@ class _Runs:
     """The pieces of a rank's runs, and which of them a state enters or leaves.
 
     Attributes:
-        entering, leaving: numbers of pieces, and their run's number among all rows' runs.
+        entering, leaving, passing: numbers of pieces, and their run's number among all rows' runs, [2, pieces]; a state
+            passes a piece that it enters and leaves.
     """
 
     chunks: Chunks
-    entering: tuple[list[int], list[int]]
-    leaving: tuple[list[int], list[int]]
+    entering: Tensor
+    leaving: Tensor
+    passing: Tensor
 
     @classmethod
     def of(cls, like_BSX: Tensor, starts: Tensor | None, group: Group) -> _Runs:
@@ -176,27 +179,30 @@ class _Runs:
                     pieces[piece] = row * RUNS + run, begin == 0 and own[0] < first, end == length
         chunks = list_chunks(list(pieces), tokens, rows * tokens, like_BSX.device)
         ends = [pieces[piece] for piece in chunks.pieces]
-        entering = [number for number, (_, enters, _) in enumerate(ends) if enters]
-        leaving = [number for number, (_, _, leaves) in enumerate(ends) if leaves]
+
+        def pick(is_so: Callable[[bool, bool], bool]) -> Tensor:
+            pairs = [(number, run) for number, (run, enters, leaves) in enumerate(ends) if is_so(enters, leaves)]
+            return send(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t().contiguous(), like_BSX.device)
+
         return cls(
             chunks,
-            (entering, [ends[number][0] for number in entering]),
-            (leaving, [ends[number][0] for number in leaving]),
+            entering=pick(lambda enters, leaves: enters),
+            leaving=pick(lambda enters, leaves: leaves),
+            passing=pick(lambda enters, leaves: enters and leaves),
         )
 
-    def place(self, of_runs_BRX: Tensor, which: tuple[list[int], list[int]]) -> Tensor:
+    def place(self, of_runs_BRX: Tensor, which: Tensor) -> Tensor:
         """For each piece, what its run has; zeros for other pieces than those."""
         numbers, runs = which
         flat = of_runs_BRX.flatten(0, 1)
         out = flat.new_zeros(len(self.chunks.pieces), *flat.shape[1:])
-        out[numbers] = flat[runs]
-        return out
+        return out.index_copy_(0, numbers, flat.index_select(0, runs))
 
-    def take(self, of_pieces: Tensor, rows: int, which: tuple[list[int], list[int]]) -> Tensor:
+    def take(self, of_pieces: Tensor, rows: int, which: Tensor) -> Tensor:
         """The inverse: for each run, what its piece has, [B, R, ...]; zeros for runs without."""
         numbers, runs = which
         out = of_pieces.new_zeros(rows * RUNS, *of_pieces.shape[1:])
-        out[runs] = of_pieces[numbers]
+        out.index_copy_(0, runs, of_pieces.index_select(0, numbers))
         by_row: Tensor = out.unflatten(0, (rows, RUNS))
         return by_row
 
@@ -209,9 +215,7 @@ class _Runs:
         added, through = carry_states(both, self.chunks.steps, torch.cat((states, unit), -1), FAST).split(
             (value, width), -1
         )
-        both_ends = [pair for pair in zip(*self.entering, strict=True) if pair[0] in set(self.leaving[0])]
-        passed = [number for number, _ in both_ends], [run for _, run in both_ends]
-        return self.take(added, rows, self.leaving), self.take(through, rows, passed)
+        return self.take(added, rows, self.leaving), self.take(through, rows, self.passing)
 
 
 def _list_begins(starts: Sequence[int], first: int) -> list[int]:

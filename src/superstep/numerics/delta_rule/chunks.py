@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superstep.numerics.sending import send
 from superstep.plan.model.attention_rule import DELTA_CHUNK
 
 
@@ -87,7 +88,7 @@ def list_chunks(pieces: Sequence[Piece], tokens: int, beyond: int, device: torch
             ends.append(piece.row * tokens + piece.end)
     places = torch.tensor(starts)[:, None] + torch.arange(DELTA_CHUNK)
     places = places.where(places < torch.tensor(ends)[:, None], beyond)
-    return Chunks(ordered, places.to(device, non_blocking=True), counts)
+    return Chunks(ordered, send(places, device), counts)
 
 
 def group_pieces(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:

@@ -24,6 +24,8 @@ from superstep.model.axes import units
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.sample_groups import count_together
 from superstep.model.decoder import Decoder, flash
+from superstep.model.mixers.gated_delta import WholeScan
+from superstep.model.mixers.short_convolution import AddTaps
 from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.unit import INPUT, Fields, Loss, ParamSpec, UnitGraph, UnitSpec, initial, parameters
 from superstep.numerics.loss import IGNORE
@@ -319,8 +321,8 @@ def _sight(batch: Batch, number: int) -> Mapping[str, Any]:
 
 
 def _documents(starts: Sequence[int]) -> dict[str, Any]:
-    """Attention and positions of a row with documents that begin at ``starts``: attention of one document after the
-    other, and positions that begin at 0 in each.
+    """Attention and positions of a row with documents that begin at ``starts``: attention, also linear, of one document
+    after the other, and positions that begin at 0 in each.
     """
     ends = [*sorted(set(starts)), len(starts)]
 
@@ -337,7 +339,21 @@ def _documents(starts: Sequence[int]) -> dict[str, Any]:
 
         return torch.cat([alone(a, b) for a, b in pairwise(ends)], dim=1)
 
-    return {"attend": attend, "positions": torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]}
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])[None]
+    return {"attend": attend, "positions": positions, "scan": _OneByOne(tuple(pairwise(ends)))}
+
+
+@dataclass(frozen=True, slots=True)
+class _OneByOne:
+    """Linear attention of one document after the other, as ``model.mixers.gated_delta.Scan``."""
+
+    documents: tuple[tuple[int, int], ...]
+
+    def convolve(self, x_BSC: Tensor, weight_C1W: Tensor, add: AddTaps | None = None) -> Tensor:
+        return torch.cat([WholeScan().convolve(x_BSC[:, a:b], weight_C1W, add) for a, b in self.documents], dim=1)
+
+    def attend(self, *inputs: Tensor) -> Tensor:
+        return torch.cat([WholeScan().attend(*(x[:, a:b] for x in inputs)) for a, b in self.documents], dim=1)
 
 
 def _square(values: Tensor) -> float:
