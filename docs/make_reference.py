@@ -236,6 +236,11 @@ _FAMILIES = [
     ),
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     (
+        "`deepseek_v3`",
+        "DeepSeek-V3",
+        "latent attention; experts by sigmoid scores in groups, balanced by a bias; shared experts; dense first layers",
+    ),
+    (
         "`gpt_oss`",
         "gpt-oss",
         "experts with biases and clamped gates; biases and sinks of attention; a window in every other layer; MXFP4 is "

@@ -53,6 +53,20 @@ OF_KIND = {
     "olmo3": SLIDING,
     "gemma2": SLIDING | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3_text": SLIDING | {"final_logit_softcapping": 3.0},
+    "deepseek_v3": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 48,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 40,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+    },
     "gpt_oss": SLIDING | MIXTURE | {"swiglu_limit": 0.5},
     "mistral": {"sliding_window": None},
     "mixtral": MIXTURE,
@@ -85,7 +99,7 @@ def _one_thread():
 
 def written(kind, folder, **changes):
     """What transformers saves of a small configuration, read back as a dict, with some keys changed afterwards."""
-    transformers.AutoConfig.for_model(kind, **SIZES, **OF_KIND.get(kind, {})).save_pretrained(folder)
+    transformers.AutoConfig.for_model(kind, **SIZES | OF_KIND.get(kind, {})).save_pretrained(folder)
     raw = json.loads((folder / "config.json").read_text())
     raw["architectures"] = list(only(kind)["architectures"][0])
     for key, value in changes.items():
@@ -292,6 +306,7 @@ def test_what_a_key_means_that_is_left_out_is_what_transformers_has(kind):
     ours = {key: value for key, value in DEFAULTS[kind].items() if key not in IDS}
     # What their class does not have: old names for the same, and a loss of ours.
     spare = {"rope_scaling", "router_z_loss_coef", "sliding_window_pattern", "full_attention_interval"}
+    spare |= {"head_dim", "router_aux_loss_coef"} if kind == "deepseek_v3" else set()
     spare |= {"head_dim"} if kind in ("qwen2", "qwen3_moe", "olmo2", "olmo3", "granite") else set()
     assert {key: value for key, value in ours.items() if key not in spare} == {
         key: theirs[key] for key in ours if key not in spare
@@ -321,6 +336,8 @@ def test_a_file_of_sizes_alone_is_the_model_that_transformers_makes_of_it(kind, 
         sizes = {key: sizes[key] for key in REQUIRED}
     elif kind == "mixtral":
         del sizes["moe_intermediate_size"]
+    if kind == "deepseek_v3":  # which has three dense layers, and as many key heads as query heads
+        sizes |= {"num_hidden_layers": 4, "num_key_value_heads": 32}
     folder = tmp_path / "silent"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))

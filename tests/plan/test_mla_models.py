@@ -1,4 +1,6 @@
-"""Models that are priced and not trained: their parameters are those that were published; nothing runs them."""
+"""Models with latent attention: their parameters are those that were published, and nothing runs those that are only
+priced.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.lookup import PRICED, shape_of
+from superstep.plan.model.shape import SHAPES
 from superstep.plan.resolution.resolve import resolve
 
 DEEPSEEK = {
@@ -22,7 +25,13 @@ DEEPSEEK = {
     "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000,
     "tie_word_embeddings": False, "num_nextn_predict_layers": 1, "topk_group": 4, "n_group": 8,
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
 }  # fmt: skip
+OLDER = DEEPSEEK | {"model_type": "deepseek_v2"}
 
 
 @pytest.mark.parametrize(("name", "published", "active"), [("deepseek-v3", 671e9, 37e9), ("kimi-k2", 1.03e12, 32e9)])
@@ -41,10 +50,10 @@ def test_a_models_parameters_are_those_that_were_published(name, published, acti
 
 
 def test_the_first_layers_have_a_feed_forward_of_their_own():
-    outline = outline_of(PRICED["deepseek-v3"])
+    outline = outline_of(SHAPES["deepseek-v3"])
     sizes = [sum(math.prod(each.dims) for each in unit.parameters) for unit in outline.units[1:-1]]
     assert len(set(sizes[:3])) == len(set(sizes[3:])) == 1
-    assert sizes[0] - sizes[3] == 3 * 7168 * 18432 - 257 * 3 * 7168 * 2048 - 256 * 7168
+    assert sizes[0] - sizes[3] == 3 * 7168 * 18432 - 257 * 3 * 7168 * 2048 - 256 * 7168 - 256
     assert not any("experts" in each.name for each in outline.units[3].parameters)
     assert any("experts" in each.name for each in outline.units[4].parameters)
 
@@ -52,7 +61,7 @@ def test_the_first_layers_have_a_feed_forward_of_their_own():
 def test_a_config_json_is_read_as_the_named_model(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(DEEPSEEK))
-    assert shape_of(ModelConfig(name=str(path)), is_priced=True) == PRICED["deepseek-v3"]
+    assert shape_of(ModelConfig(name=str(path))) == SHAPES["deepseek-v3"]
 
 
 def test_an_older_kind_is_read_as_well(tmp_path):
@@ -80,7 +89,7 @@ def test_an_older_kind_is_read_as_well(tmp_path):
 )
 def test_what_no_formula_has_is_refused(tmp_path, change, words):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(DEEPSEEK | change))
+    path.write_text(json.dumps(OLDER | change))
     with pytest.raises(ConfigError) as caught:
         shape_of(ModelConfig(name=str(path)), is_priced=True)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -88,12 +97,12 @@ def test_what_no_formula_has_is_refused(tmp_path, change, words):
 
 def test_nothing_but_a_price_takes_such_a_model():
     run = RunConfig(
-        model=ModelConfig(name="deepseek-v3"),
+        model=ModelConfig(name="kimi-k2"),
         data=DataConfig(sequence_tokens=4096),
         train=TrainConfig(batch_sequences=64),
         plan=PlanConfig(dp=8, tp=2, pp=2, ep=8),
     )
     with pytest.raises(ConfigError, match="can price but Superstep cannot train yet") as caught:
         resolve(run)
-    assert "model.name = 'deepseek-v3'" in str(caught.value)
-    assert resolve(run, is_priced=True).outline.numel == parameters(PRICED["deepseek-v3"])
+    assert "model.name = 'kimi-k2'" in str(caught.value)
+    assert resolve(run, is_priced=True).outline.numel == parameters(PRICED["kimi-k2"])

@@ -365,7 +365,7 @@ def test_no_refusal_is_without_a_test(tmp_path):
     attempts += [lambda values=v, units=u: resolve(config_of(**values), outline=units) for v, u, _ in OWN]
     attempts.append(lambda: resolve(RunConfig(), outline=outline()).shape)
     # Of a model that is priced alone.
-    attempts.append(lambda: shape_of(ModelConfig(name="deepseek-v3", layers=3), is_priced=True))
+    attempts.append(lambda: shape_of(ModelConfig(name="kimi-k2", layers=1), is_priced=True))
     for k, (changes, _) in enumerate(HF):
         folder = tmp_path / str(k)
         folder.mkdir()

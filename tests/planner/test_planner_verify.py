@@ -108,7 +108,7 @@ def test_slower_links_show_in_the_program(monkeypatch):
 
 
 def test_a_model_that_is_not_trained_here_keeps_its_closed_form():
-    side = side_of(problem_of("deepseek-v3", chips=16, batch=32, sequence=2048, chip="H200", layers=5, experts=16))
+    side = side_of(problem_of("kimi-k2", chips=16, batch=32, sequence=2048, chip="H200", layers=5, experts=16))
     found = search([side], keep=1).best[0]
     plan = verify(found)
     assert not plan.is_simulated

@@ -26,9 +26,9 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"data__sequence_tokens": 4096}, None, ["data.sequence_tokens = 4096", "longer than model.name = 'demo'", "2048"]),
     ({"model__weights": "runs/demo"}, None, ["model.weights = 'runs/demo'", "data.tokenizer to the tokenizer.json"]),
     (
-        {"model__name": "deepseek-v3"},
+        {"model__name": "kimi-k2"},
         None,
-        ["model.name = 'deepseek-v3'", "superstep plan can price", "'qwen3-30b-a3b'"],
+        ["model.name = 'kimi-k2'", "superstep plan can price", "'qwen3-30b-a3b'"],
     ),
     (
         {"model__layers": 100_000},
@@ -113,6 +113,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         {"model__name": "qwen3.5-9b", "plan__cp": 2, "data__sequence_tokens": 8},
         None,
         ["plan.cp = 2 cuts data.sequence_tokens = 8 into 4 runs of 2", "reads 3 tokens", "to 12 or more"],
+    ),
+    (
+        {"model__name": "deepseek-v3", "model__experts": 100},
+        None,
+        ["model.experts = 100 in 8 groups", "set model.experts to a multiple of 8"],
+    ),
+    (
+        {"model__name": "deepseek-v3", "model__experts_per_token": 200},
+        None,
+        ["model.experts_per_token = 200 is more than 4 of 8 groups have", "to 128 or less"],
     ),
     (
         {"model__name": "gpt-oss-20b", "model__shared_experts": 1},

@@ -13,7 +13,8 @@ from superstep.launch.ranks import World
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.lookup import shape_of
-from superstep.plan.model.shape import dropless
+from superstep.plan.model.rope import YarnRope
+from superstep.plan.model.shape import Latent, dropless
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
@@ -23,6 +24,9 @@ pytestmark = pytest.mark.multiproc
 
 DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6)
 GATED = replace(QWEN_NEXT, rotary_share=0.5)
+YARN = YarnRope(
+    factor=4.0, original_tokens=8, beta_fast=32.0, beta_slow=1.0, truncate=True, attention_factor=1.0, score_scale=1.0
+)
 OF = {
     "qwen2": {"qkv_bias": True},
     "mistral": {"window": 6},
@@ -44,6 +48,13 @@ OF = {
         "moe": dropless(4, 2, 0.01),
         "style": replace(GPT_OSS, gate_limit=0.5),
     },
+    "deepseek_v3": {
+        "moe": replace(dropless(8, 2, shared_experts=1), router="sigmoid", groups=4, groups_per_token=2, scale=2.5),
+        "dense_layers": 1,
+        "dense_ffn": 48,
+        "latent": Latent(query_rank=12, key_rank=20, rotated=8),
+        "rope_scaling": YARN,
+    },
     "granite": {
         "style": BlockStyle(embedding_scale=6.0, query_scale=0.4, residual_scale=0.3, logit_divisor=3.0),
     },
@@ -58,7 +69,7 @@ OF = {
 }
 LINEAR = ("qwen3_5_text", "qwen3_next")
 OF["gpt_oss, full"] = OF["gpt_oss"] | {"window": None, "full_layers": ()}
-FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "gpt_oss")
+FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "gpt_oss", "deepseek_v3")
 EVERY = (
     {"dp": 2, "zero": 3, "recompute": "selective"},
     {"tp": 2, "recompute": "full"},
@@ -80,6 +91,9 @@ LAYOUTS = [
     *((kind, plan) for kind in FAMILIES for plan in EVERY),
     *((kind, plan) for kind in LINEAR for plan in (*EVERY, {"cp": 2, "recompute": "full"})),
     ("gpt_oss", {"dp": 2, "ep": 2}),
+    ("deepseek_v3", {"dp": 2, "ep": 2}),
+    ("deepseek_v3", {"tp": 2, "ep": 2, "recompute": "selective"}),
+    ("deepseek_v3", {"cp": 2}),
     ("gpt_oss", {"tp": 2, "ep": 2, "recompute": "selective"}),
     ("gpt_oss", {"cp": 2}),
     ("gpt_oss, full", {"cp": 2}),

@@ -13,6 +13,7 @@ from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Group
 from superstep.comm.objects import gather
 from superstep.engine.flat.buffers import UnitBuffers
+from superstep.model.unit import step_of_statistic
 from superstep.numerics.fixed_point import (
     BLOCK,
     OutOfRange,
@@ -167,7 +168,11 @@ def _add_statistics(units: Sequence[OwnedRanges]) -> None:
     """Update running statistics: their gradient is what a step adds to them."""
     for buffers in (unit.buffers for unit in units):
         if buffers.layout.family == "statistics":
-            buffers.master.add_(buffers.reduced)
+            for slot in buffers.layout.slots:
+                low, high = max(slot.start, buffers.start), min(slot.held, buffers.stop)
+                if low < high:
+                    here = slice(low - buffers.start, high - buffers.start)
+                    buffers.master[here].add_(step_of_statistic(slot.spec, buffers.reduced[here]))
 
 
 def _parts(units: Sequence[OwnedRanges]) -> tuple[Parts, Parts]:

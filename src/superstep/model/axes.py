@@ -17,6 +17,7 @@ from superstep.model.mtp import FurtherToken
 from superstep.model.rope import Rope, layer_ropes
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.model.axes import (
+    CHOICE_AXES,
     CUT_AS,
     EMBED_AXES,
     HEAD_AXES,
@@ -35,6 +36,12 @@ from superstep.plan.model.shape import ModelShape
 RESIDUAL = ("self_attn.o_proj.weight", "linear_attn.out_proj.weight", "down_proj.weight")
 """Endings of names of layers that add to the residual stream. Their initial values are smaller by sqrt(2 · layers), so
 that depth does not grow the stream's variance (Radford 2019).
+"""
+
+
+BIAS_STEP = 1e-3
+"""What a step adds to the bias of an expert with less than the mean load, and takes from others (DeepSeek-AI 2024,
+"DeepSeek-V3", sec. 4.2).
 """
 
 
@@ -73,6 +80,8 @@ def _block_spec(shape: ModelShape, name: str, local: str, axes: Axes) -> ParamSp
     std = shape.init_std / (math.sqrt(2 * shape.layers) if local.endswith(RESIDUAL) else 1.0)
     if "router" in axes and shape.moe and shape.moe.router == "noisy-topk":
         std = 0.0  # without signal and with noise alone the load starts even (Shazeer 2017, appendix A)
+    if local in CHOICE_AXES:
+        return ParamSpec(name=name, axes=axes, std=0.0, is_statistic=True, sign_step=BIAS_STEP)
     if axes[0] != "experts" or shape.style.expert_biases:  # the latter are stored as one tensor
         return _delta_spec(shape, _spec(name, axes, std, shape.style.norm_offset), local)
     assert shape.moe is not None

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.kernels.position_bias import Bias
@@ -34,6 +35,7 @@ from superstep.model.sinks import AttentionSinks, OutputBias
 from superstep.numerics.attention.blockwise_attention import attend_blockwise
 from superstep.numerics.soft_cap import soft_cap
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
+from superstep.plan.model.rope import YarnRope
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.style import NORM_NAMES
 
@@ -156,6 +158,58 @@ class Attention(nn.Module):
         return torch.cat((self.rope(turned, positions), other), -1)
 
 
+class LatentAttention(nn.Module):
+    """Attention with queries and keys through narrow widths (DeepSeek-V2, sec. 2.1). All heads share one rotated key.
+
+    Values are padded to the width of queries and keys, as kernels have one width for all three.
+    """
+
+    def __init__(self, shape: ModelShape, rope: Rope, layer: int = 0) -> None:
+        super().__init__()
+        assert shape.latent is not None
+        self.latent, self.rope, self.rule, self.head_dim = shape.latent, rope, shape.rule(layer), shape.head_dim
+        latent, wide = shape.latent, shape.heads * shape.head_dim
+        self.q_a_proj = nn.Linear(shape.width, latent.query_rank, bias=False)
+        self.q_a_layernorm = RMSNorm(latent.query_rank, LATENT_EPS)
+        self.q_b_proj = nn.Linear(latent.query_rank, wide + shape.heads * latent.rotated, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(shape.width, latent.key_rank + latent.rotated, bias=False)
+        self.kv_a_layernorm = RMSNorm(latent.key_rank, LATENT_EPS)
+        self.kv_b_proj = nn.Linear(latent.key_rank, 2 * wide, bias=False)
+        self.o_proj = nn.Linear(wide, shape.width, bias=False)
+        self.share = SharedKey()
+        scaling = shape.rope_scaling
+        self.query_factor = scaling.score_factor if isinstance(scaling, YarnRope) else 1.0
+
+    def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
+        H, R = self.head_dim, self.latent.rotated
+        q_BSNX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))).unflatten(-1, (-1, H + R))
+        narrow, key = self.kv_a_proj_with_mqa(x_BSD).split((self.latent.key_rank, R), -1)
+        k_BSNH, v_BSNH = self.kv_b_proj(self.kv_a_layernorm(narrow)).unflatten(-1, (-1, 2 * H)).split(H, -1)
+        key_BSNR = self.share(self._rotate(key.unsqueeze(2), positions), k_BSNH)
+        if self.query_factor != 1.0:
+            q_BSNX = q_BSNX * self.query_factor
+        q_BSNX = torch.cat((q_BSNX[..., :H], self._rotate(q_BSNX[..., H:], positions)), -1)
+        qkv = q_BSNX, torch.cat((k_BSNH, key_BSNR), -1), F.pad(v_BSNH, (0, R))
+        out_BSD: Tensor = self.o_proj((attend or flash)(*qkv, self.rule)[..., :H].flatten(2))
+        return out_BSD
+
+    def _rotate(self, x_BSNR: Tensor, positions: Tensor | None) -> Tensor:
+        # Pairs lie side by side in these models; the rotary embedding has them half a head apart.
+        return self.rope(x_BSNR.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), positions)
+
+
+LATENT_EPS = 1e-6
+"""Of the norms of narrow widths, which transformers takes from no file."""
+
+
+class SharedKey(nn.Module):
+    """The rotated key that all heads share, for each head of this rank."""
+
+    def forward(self, key_BS1R: Tensor, like_BSNH: Tensor) -> Tensor:
+        """[B, S, N, R]."""
+        return key_BS1R.expand(-1, -1, like_BSNH.shape[2], -1)
+
+
 class Embedding(nn.Module):
     """Maps tokens to the residual stream."""
 
@@ -186,7 +240,9 @@ class Block(nn.Module):
         before, after, before_inner, after_inner = self.norms
         self._make_norms(shape, before)
         shape = shape.at(layer)
-        if shape.delta is None:
+        if shape.latent is not None:
+            self.add_module("self_attn", LatentAttention(shape, rope, layer))
+        elif shape.delta is None:
             self.self_attn = Attention(shape, rope, layer)
         else:
             self.linear_attn = GatedDelta(shape, RMSNorm(shape.delta.value_dim, shape.norm_eps))
@@ -212,16 +268,16 @@ class Block(nn.Module):
     ) -> Tensor:
         before, after, before_inner, after_inner = self.norms
         # Attention's output has no name, so that its memory is free before the feed-forward runs.
-        mixing = {"attend": attend, "positions": positions} if isinstance(self.mixer, Attention) else {"scan": scan}
+        mixing = {"scan": scan} if isinstance(self.mixer, GatedDelta) else {"attend": attend, "positions": positions}
         h_BSD = self._add(h_BSD, self._norm(after, self.mixer(self._read(before, h_BSD), **mixing)))
         given = {"exchange": exchange or LocalDispatch()} if isinstance(self.mlp, MixtureOfExperts) else {}
         return self._add(h_BSD, self._norm(after_inner, self.mlp(self._read(before_inner, h_BSD), **given)))
 
     @property
-    def mixer(self) -> Attention | GatedDelta:
+    def mixer(self) -> Attention | LatentAttention | GatedDelta:
         """The layer in which tokens see each other."""
         mixer = self._modules.get("self_attn", self._modules.get("linear_attn"))
-        assert isinstance(mixer, Attention | GatedDelta)
+        assert isinstance(mixer, Attention | LatentAttention | GatedDelta)
         return mixer
 
     def _read(self, norm: str | None, h_BSD: Tensor) -> Tensor:

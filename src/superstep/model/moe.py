@@ -42,6 +42,9 @@ class Gate(nn.Module):
         spare = shape.moe.logits - shape.moe.experts
         self.spread = nn.Parameter(torch.empty(spare, shape.width).normal_(0.0, std)) if spare else None
         """noisy-topk: of the noise, for each expert (Shazeer 2017, eq. 4)."""
+        has_choice = shape.moe.router == "sigmoid"
+        self.e_score_correction_bias = nn.Parameter(torch.zeros(shape.moe.experts)) if has_choice else None
+        """sigmoid: added to the scores by which experts are chosen."""
         self.bias = nn.Parameter(torch.zeros(shape.moe.experts)) if shape.style.expert_biases else None
 
     def forward(self, x_BsD: Tensor) -> Tensor:
@@ -99,6 +102,8 @@ class MixtureOfExperts(nn.Module):
         routing = self.route(x_BsD, exchange)
         expert_Tk = exchange.share(routing.expert).flatten(0, 1)
         weight_Tk = exchange.share(routing.weight).flatten(0, 1).to(x_BsD.dtype)
+        if self.gate.e_score_correction_bias is not None:
+            weight_Tk = with_load(weight_Tk, self.gate.e_score_correction_bias, expert_Tk)
         y_TkD = exchange.run(x_BsD.flatten(0, 1), expert_Tk, self.experts)
         y_BsD = self.combine(weight_Tk, y_TkD).view_as(x_BsD)
         if self.shared_experts is not None:
@@ -119,7 +124,7 @@ class MixtureOfExperts(nn.Module):
         noise_BSE = exchange.noise(self.layer, logits_BSE.shape[1], noise_width(self.moe))
         if noise_BSE is not None:
             noise_BSE = send(noise_BSE, logits_BSE.device).to(logits_BSE.dtype)
-        routing = route(self.moe, logits_BSE, noise_BSE)
+        routing = route(self.moe, logits_BSE, noise_BSE, self.gate.e_score_correction_bias)
         is_dropped = (routing.expert == NOBODY) & (routing.choice != NOBODY)
         dropped_BSk = routing.choice.where(is_dropped, NOBODY)
         exchange.tell(
@@ -144,6 +149,32 @@ def _make_experts(shape: ModelShape, experts: int) -> Experts | BiasedExperts:
 def with_loss(y: Tensor, loss: Tensor) -> Tensor:
     """``y`` unchanged; in the backward ``loss`` gets the gradient 1, as if it were added to the training's loss."""
     return cast(Tensor, _WithLoss.apply(y, loss))  # type: ignore[no-untyped-call]
+
+
+LOAD_UNIT = 2.0**-30
+"""A gradient of one row: sums of them are exact in exact mode's grid."""
+
+
+def with_load(weight_Tk: Tensor, bias_E: Tensor, expert_Tk: Tensor) -> Tensor:
+    """The weights unchanged; in the backward the bias of each expert gets what its load lacks to the mean, E · rows
+    long: the update takes its sign alone (Wang 2024, algorithm 1).
+    """
+    return cast(Tensor, _WithLoad.apply(weight_Tk, bias_E, expert_Tk))  # type: ignore[no-untyped-call]
+
+
+class _WithLoad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight_Tk: Tensor, bias_E: Tensor, expert_Tk: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(expert_Tk)
+        ctx.experts, ctx.dtype = len(bias_E), bias_E.dtype
+        return weight_Tk.view_as(weight_Tk)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        (expert_Tk,) = ctx.saved_tensors
+        rows_E = choices(expert_Tk[None], ctx.experts)[0]
+        missing_E = expert_Tk.numel() - ctx.experts * rows_E
+        return grad, missing_E.to(torch.float32).mul_(LOAD_UNIT).to(ctx.dtype), None
 
 
 class _WithLoss(torch.autograd.Function):

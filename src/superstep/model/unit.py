@@ -45,6 +45,8 @@ class ParamSpec:
     """Whether it is a running statistic: its update adds its gradient, and nothing else."""
     is_frozen: bool = False
     """Whether it is not trained; the run's configuration sets it."""
+    sign_step: float | None = None
+    """Of a statistic: its update adds its gradient's sign times this, instead."""
     stack: tuple[str, ...] = ()
     """Names of the global tensors of one shape along the first dim, such as those of experts; ``name`` is unused then.
     """
@@ -123,6 +125,11 @@ def mark_frozen(specs: Sequence[UnitSpec], outline: Outline) -> tuple[UnitSpec, 
         )
         for spec in specs
     )
+
+
+def step_of_statistic(spec: ParamSpec, gradient: Tensor) -> Tensor:
+    """What a step adds to a running statistic."""
+    return gradient if spec.sign_step is None else gradient.sign() * spec.sign_step
 
 
 def name_fields(x: Tensor | Fields) -> Fields:

@@ -145,13 +145,18 @@ def _require_attention(shape: ModelShape, name: str) -> None:
             f"model.name = '{name}' has linear attention, and a server keeps keys and values but no state; train it "
             "here, and serve its Hugging Face folder with transformers."
         )
+    if shape.latent is not None:
+        raise ConfigError(
+            f"model.name = '{name}' has latent attention, and a server's pages hold keys and values of heads; train it "
+            "here, and serve its Hugging Face folder with transformers."
+        )
 
 
 def check_served(run: Resolved, serve: ServeConfig) -> None:
     """Check that a model supports the settings.
 
     Raises:
-        ConfigError: it has linear attention, contexts are longer than the model's or than all pages, or exact answers
+        ConfigError: it has linear or latent attention, contexts are longer than the model's or than all pages, or exact answers
             are combined with quantized weights.
     """
     _require_attention(run.shape, run.config.model.name)

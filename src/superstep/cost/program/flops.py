@@ -216,6 +216,7 @@ def unit_parameters(shape: ModelShape) -> tuple[UnitParameters, ...]:
             whole_vectors(shape),
             whole_matrices(shape),
             shape.moe.experts * (feed_forward(shape) + expert_biases(shape)) if shape.moe else 0,
+            statistics=shape.moe.experts if shape.moe and shape.moe.router == "sigmoid" else 0,
         )
 
     known = {each: block(each) for each in {shape.at(layer) for layer in range(shape.layers)}}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from superstep.engine.exact.by_weight import BY_WEIGHT
+from superstep.engine.exact.by_weight import BY_WEIGHT, exact_shared_key, is_shared_key
 from superstep.engine.exact.delta import exact_delta_layers
 from superstep.engine.exact.experts import exact_combine, exact_gate
 from superstep.engine.exact.layer_settings import ExactLayers
@@ -72,6 +72,8 @@ class _LayerBuilder:
 
     def router(self, path: str, layer: Gate, inner: Forward) -> Forward:
         own = {name: self.exact.sinks[parameter] for name, parameter in layer.named_parameters()}
+        if layer.e_score_correction_bias is not None:  # its gradient is no sum of the layer's
+            self._add_on_grid(layer.e_score_correction_bias)
         return exact_gate(layer, own, self.exact.parts)
 
     def by_weight(self, make: Callable[[Any, GradientSink], Forward]) -> Callable[[str, Any, Forward], Forward]:
@@ -82,13 +84,19 @@ class _LayerBuilder:
         layer.combine = exact_combine  # type: ignore[method-assign]
         return inner
 
+    def shared_key(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
+        return exact_shared_key(layer, self.exact.group)
+
     def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
         for parameter in layer.parameters(recurse=False):
-            # A parameter that units share has one hook.
-            if parameter in self.exact.sinks and not parameter._post_accumulate_grad_hooks:
-                sink = self.exact.sinks[parameter]
-                parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+            self._add_on_grid(parameter)
         return inner
+
+    def _add_on_grid(self, parameter: nn.Parameter) -> None:
+        # A parameter that units share has one hook.
+        if parameter in self.exact.sinks and not parameter._post_accumulate_grad_hooks:
+            sink = self.exact.sinks[parameter]
+            parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
 
     def _param(self, path: str) -> ParamSpec:
         return self.spec.params[f"{path}.weight" if path else "weight"]
@@ -122,6 +130,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
         _row("exact sums", is_trained(Gate), build.router),
         *(_row("exact sums", is_trained(kind), build.by_weight(make)) for kind, make in BY_WEIGHT.items()),
+        _row("exact sum over heads", is_shared_key, build.shared_key),
         _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
         _row("exact gate", any_of(nn.GELU), lambda path, layer, inner: exact_gelu_tanh),
         _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),

@@ -218,6 +218,8 @@ def _is_partial(spec: UnitSpec, local: str, rules: Rules, *, sees_part: bool, is
         return False
     if (linear := linear_of(spec, local)) is not None and rules.cuts_any(linear.axes):
         return not is_exact
+    if {"query_rank", "key_rank", "key_rank_rotated"} & set(axes):  # within the region of latent attention's heads
+        return not is_exact and rules.cut("heads") == "tp"
     if sees_part or "router" in axes or "shared_ffn" in axes:
         return True
     beside = local.rpartition(".")[0].rpartition(".")[0]

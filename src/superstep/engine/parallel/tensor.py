@@ -170,7 +170,8 @@ def splitting(
     seam = seams.split if is_split else seams.whole
     entrance = _Entrance(seam.enter, group)
     cut = _cut_layers(spec, rules)
-    regions = _regions(module, spec, rules) if is_split else {}
+    # In latent attention whole layers lie within the cut region, so that its input enters there in any case.
+    regions = _regions(module, spec, rules) if is_split or has_latent(spec) else {}
     entered = {path for path, dim in cut.items() if dim == 0 and path not in regions} | set(regions.values())
     end = seams.end if is_cut(spec, rules) else part
 
@@ -217,6 +218,11 @@ def _row(
     name: str, applies: Callable[[str, nn.Module], bool], build: Callable[[Any, Forward], Forward]
 ) -> Implementation:
     return Implementation(name, "plan.tp", applies, lambda path, layer, inner: build(layer, inner))
+
+
+def has_latent(spec: UnitSpec) -> bool:
+    """Whether a unit has latent attention."""
+    return any("key_rank" in param.axes for param in spec.params.values())
 
 
 def _cut_layers(spec: UnitSpec, rules: Rules) -> dict[str, int]:

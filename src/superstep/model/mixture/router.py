@@ -4,6 +4,9 @@
     switch       softmax, the best one, limited room               Fedus 2021, sec. 2.1
     top2         softmax, the best two, the second by chance,      Lepikhin 2020, algorithm 1
                  limited room
+    sigmoid      sigmoid of each logit, the best k by score    DeepSeek-AI 2024, "DeepSeek-V3", sec. 2.1.2
+                 plus bias within the best groups; the bias
+                 has no gradient and evens the load
     noisy-topk   the best k of noisy logits, softmax of those      Shazeer 2017, eq. 3 to 5
 
 A router processes whole sequences, and each sequence is a group of its own: its capacity, the order in which tokens are
@@ -52,17 +55,21 @@ def noise_width(moe: MoeShape) -> int:
     return {"noisy-topk": moe.experts, "top2": 1}.get(moe.router, 0)
 
 
-def route(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None) -> Routing:
+def route(moe: MoeShape, logits_BSE: Tensor, noise_BSE: Tensor | None, bias_E: Tensor | None = None) -> Routing:
     """Route whole sequences.
 
     Args:
         moe: the router and its numbers.
         logits_BSE: [B, S, moe.logits], fp32 or wider.
         noise_BSE: [B, S, noise_width] draws of normal(0, 1); None in evaluation, without noise.
+        bias_E: of the choice, with sigmoid.
     """
     match moe.router:
         case "dropless" | "switch":
             return _best(moe, logits_BSE)
+        case "sigmoid":
+            assert bias_E is not None
+            return _best_of_groups(moe, logits_BSE, bias_E)
         case "top2":
             return _top2(moe, logits_BSE, noise_BSE)
         case "noisy-topk":
@@ -76,6 +83,25 @@ def _best(moe: MoeShape, logits_BSE: Tensor) -> Routing:
         weight_BSk = weight_BSk / weight_BSk.sum(-1, keepdim=True)
     balance_B = balance_loss(probability_BSE, choice_BSk)
     return _with_room(moe, choice_BSk, weight_BSk, balance_B, z_loss(logits_BSE))
+
+
+def _best_of_groups(moe: MoeShape, logits_BSE: Tensor, bias_E: Tensor) -> Routing:
+    # By exponential and division: the bits of an element do not depend on its place, as those of torch's sigmoid do.
+    score_BSE = 1.0 / ((-logits_BSE).exp() + 1.0)
+    ranked_BSE = score_BSE.detach() + bias_E.detach().to(score_BSE.dtype)
+    if moe.groups > 1:
+        each_BSGe = ranked_BSE.unflatten(-1, (moe.groups, -1))
+        of_group_BSG = each_BSGe.topk(2, -1)[0].sum(-1)  # by its two best experts
+        taken_BSg = of_group_BSG.topk(moe.groups_per_token, -1)[1]
+        is_taken_BSG = torch.zeros_like(of_group_BSG, dtype=torch.bool).scatter(-1, taken_BSg, value=True)
+        ranked_BSE = each_BSGe.masked_fill(~is_taken_BSG[..., None], float("-inf")).flatten(-2)
+    choice_BSk = ranked_BSE.topk(moe.experts_per_token)[1]
+    weight_BSk = score_BSE.gather(-1, choice_BSk)
+    if moe.renormalise:
+        weight_BSk = weight_BSk / (weight_BSk.sum(-1, keepdim=True) + 1e-20)
+    share_BSE = score_BSE / score_BSE.sum(-1, keepdim=True)
+    balance_B = balance_loss(share_BSE, choice_BSk)
+    return _with_room(moe, choice_BSk, weight_BSk * moe.scale, balance_B, z_loss(logits_BSE))
 
 
 def _top2(moe: MoeShape, logits_BSE: Tensor, noise_BS1: Tensor | None) -> Routing:

@@ -26,7 +26,7 @@ from superstep.plan.config import Positions
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import model_type
 from superstep.plan.model.outline import Layer, Outline, Parameter, Unit
-from superstep.plan.model.shape import ROTATED, T5_BUCKETS, Latent, ModelShape, MoeShape
+from superstep.plan.model.shape import T5_BUCKETS, Latent, ModelShape, MoeShape
 from superstep.plan.model.style import NORM_NAMES
 
 Axes = tuple[str, ...]
@@ -107,6 +107,9 @@ BIASED_MOE_AXES: Mapping[str, Axes] = {
     "mlp.experts.down_proj.weight": ("experts", "expert_ffn", "embed"),
     "mlp.experts.down_bias.weight": ("experts", "embed"),
 }
+CHOICE_AXES: Mapping[str, Axes] = {
+    "mlp.gate.e_score_correction_bias": ("router",),
+}
 SPREAD_AXES: Mapping[str, Axes] = {
     "mlp.gate.spread": ("router", "embed"),
 }
@@ -167,6 +170,8 @@ def block_axes(shape: ModelShape) -> dict[str, Axes]:
         tables += [dict.fromkeys(before_inner, ("token_norm",)), experts]
     if shape.moe and shape.moe.router == "noisy-topk":
         tables.append(SPREAD_AXES)
+    if shape.moe and shape.moe.router == "sigmoid":
+        tables.append(CHOICE_AXES)
     if shape.moe and shape.moe.shared_experts:
         tables.append(SHARED_AXES)
         if shape.style.shared_gate:
@@ -283,8 +288,8 @@ def _latent_sizes(shape: ModelShape, latent: Latent) -> dict[str, int]:
     return {
         "query_rank": latent.query_rank,
         "key_rank": latent.key_rank,
-        "key_rank_rotated": latent.key_rank + ROTATED,
-        "query_heads": shape.heads * (shape.head_dim + ROTATED),
+        "key_rank_rotated": latent.key_rank + latent.rotated,
+        "query_heads": shape.heads * (shape.head_dim + latent.rotated),
         "key_value_heads": 2 * shape.heads * shape.head_dim,
     }
 
@@ -341,6 +346,7 @@ def outline_of(shape: ModelShape) -> Outline:
                 axes=tuple(CUT_AS.get(axis, axis) for axis in a),
                 dims=tuple(size[axis] for axis in a),
                 layer=_layer(local, a),
+                is_statistic=local in CHOICE_AXES,
             )
             for local, a in axes.items()
         )

@@ -45,6 +45,7 @@ MOST_DELTA_DIM = 256
 
 _ROUTER_RULES: dict[Router, RouterRule] = {
     "dropless": RouterRule(),
+    "sigmoid": RouterRule(),
     "switch": RouterRule(experts_per_token=1, renormalise=False, has_capacity=True),
     "top2": RouterRule(experts_per_token=2, renormalise=True, has_capacity=True),
     # Its load asks how far a choice was from the best expert that was not chosen.
@@ -227,6 +228,16 @@ def _check_moe(moe: MoeShape) -> None:
         raise ConfigError(
             f"model.renormalise = {str(moe.renormalise).lower()} has no meaning for model.router = '{moe.router}'; "
             "leave it out, or choose 'dropless'."
+        )
+    if moe.experts % moe.groups or not 1 <= moe.groups_per_token <= moe.groups:
+        raise ConfigError(
+            f"model.experts = {moe.experts} in {moe.groups} groups, of which a token takes {moe.groups_per_token}: "
+            f"groups must be alike; set model.experts to a multiple of {moe.groups}."
+        )
+    if moe.experts_per_token > moe.experts // moe.groups * moe.groups_per_token:
+        raise ConfigError(
+            f"model.experts_per_token = {moe.experts_per_token} is more than {moe.groups_per_token} of {moe.groups} "
+            f"groups have; set model.experts_per_token to {moe.experts // moe.groups * moe.groups_per_token} or less."
         )
     if (moe.capacity_factor is None) == rule.has_capacity:
         raise ConfigError(

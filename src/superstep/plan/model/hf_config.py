@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,6 +35,7 @@ from superstep.plan.model.hf_families import (
     ModelType,
     only,
 )
+from superstep.plan.model.hf_latent import read_latent_shape, write_latent
 from superstep.plan.model.hf_rope import has_rope, read_layer_ropes, read_rope, write_rope
 from superstep.plan.model.hf_styles import STYLES, StyleRow
 from superstep.plan.model.json_reader import JsonKeys
@@ -57,6 +59,8 @@ OURS: tuple[ModelType, ...] = ("superstep_moe", "superstep_bias")
 
 def model_type(shape: ModelShape) -> ModelType:
     """The model type by which other loaders read a shape."""
+    if shape.latent is not None:
+        return "deepseek_v3"
     if shape.style != LLAMA:
         kinds = [kind for kind, row in STYLES.items() if row.has(shape)]
         if not kinds:
@@ -92,14 +96,14 @@ def from_hf_config(path: Path) -> ModelShape:
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
-            "takes: 'deepseek_v2', 'deepseek_v3', 'kimi_k2'."
+            "takes: 'deepseek_v2', 'kimi_k2'."
         )
     kind = kinds[kinds.index(model_type)]
     if kind == "gpt_oss" and _is_mxfp4(raw.get("quantization_config")):  # ``model.mxfp4`` reads the weights
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
-    shape = _read(keys, kind, f"{path}: ")
+    shape = (read_latent_shape if kind == "deepseek_v3" else partial(_read, kind=kind))(keys, place=f"{path}: ")
     keys.require_read({*HARMLESS, *HARMLESS_IN.get(kind, ())})
     check_shape(shape)
     return shape
@@ -120,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw if isinstance(raw, dict) else {}
 
 
-def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
+def _read(keys: JsonKeys, kind: ModelType, place: str) -> ModelShape:
     heads, width = keys.whole("num_attention_heads"), keys.whole("hidden_size")
     row = STYLES.get(kind)
     qk_norm = keys.flag("qk_norm") if kind in OURS else kind in ("qwen3", "qwen3_moe")
@@ -131,9 +135,9 @@ def _read(keys: JsonKeys, kind: ModelType, model_type: str) -> ModelShape:
     has_delta = row is not None and row.has_delta
     share = read_rotary_share(keys) if has_delta else 1.0
     theta, scaling, local_theta = (
-        read_layer_ropes(keys, model_type, max_tokens)
+        read_layer_ropes(keys, place, max_tokens)
         if row and row.has_local_rope
-        else (*read_rope(keys, model_type, max_tokens, share), None)
+        else (*read_rope(keys, place, max_tokens, share), None)
     )
     if row is not None and row.rope_scaling is not None and not has_rope(keys):
         scaling = row.rope_scaling
@@ -317,6 +321,7 @@ def to_hf_config(shape: ModelShape) -> dict[str, Any]:
         **_write_positions(shape, kind),
         **_write_moe(shape, kind),
         **write_delta(shape),
+        **write_latent(shape),
     }
 
 
@@ -339,7 +344,7 @@ def _write_window(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
 
 
 def _write_moe(shape: ModelShape, kind: ModelType) -> dict[str, Any]:
-    if shape.moe is None:
+    if shape.moe is None or kind == "deepseek_v3":
         return {}
     if kind == "superstep_moe":
         return {"qk_norm": shape.qk_norm, "moe": asdict(shape.moe)}

@@ -19,6 +19,7 @@ ModelType = Literal[
     "olmo3",
     "gemma2",
     "gemma3_text",
+    "deepseek_v3",
     "gpt_oss",
     "granite",
     "qwen3_5_text",
@@ -38,6 +39,7 @@ ARCHITECTURES: dict[ModelType, str] = {
     "olmo3": "Olmo3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "granite": "GraniteForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -155,6 +157,27 @@ _GPT_OSS = _LLAMA | {
     "router_aux_loss_coef": 0.001,
     "router_z_loss_coef": 0.0,
 }
+_DEEPSEEK = _LLAMA | {
+    "num_key_value_heads": 128,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "router_aux_loss_coef": 0.0,
+    "router_z_loss_coef": 0.0,
+}
 
 DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "llama": _LLAMA,
@@ -167,6 +190,7 @@ DEFAULTS: dict[ModelType, dict[str, Any]] = {
     "olmo3": _OLMO3,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
     "granite": _GRANITE,
     "qwen3_5_text": _DELTA | {"num_key_value_heads": 4},
@@ -219,6 +243,12 @@ def only(kind: ModelType) -> dict[str, tuple[Any, ...]]:
         "olmo3": {"rope_local_base_freq": (500000.0,)},
         "gemma2": _GELU,
         "gemma3_text": _GELU | {"attn_logit_softcapping": ()},
+        "deepseek_v3": {
+            "rope_interleave": (True,),
+            "moe_layer_freq": (1,),
+            "topk_method": ("noaux_tc",),
+            "scoring_func": ("sigmoid",),
+        },
         "gpt_oss": {"attention_bias": (True,)},
         "granite": {},
         "qwen3_5_text": _GATED_OUTPUT,
@@ -277,6 +307,12 @@ HARMLESS_IN: dict[ModelType, dict[str, str]] = {
     "qwen3_5_text": _FURTHER_HEADS,
     "qwen3_next": _FURTHER_HEADS | {"intermediate_size": "width of dense blocks; an accepted file has none"},
     "gemma3_text": {"_sliding_window_pattern": "transformers writes it and does not read it"},
+    "deepseek_v3": {
+        **dict.fromkeys(
+            ("num_nextn_predict_layers", "num_mtp_layers"), "heads for further tokens, which nothing here loads"
+        ),
+        **dict.fromkeys(("ep_size", "seq_aux", "aux_loss_alpha"), "transformers does not read it"),
+    },
     "gpt_oss": {"initial_context_length": "transformers does not read it: the scaling of wavelengths has this number"},
 }
 """The same for one model type."""

@@ -181,6 +181,7 @@ def write_rope(
                 "beta_slow": scaling.beta_slow,
                 "truncate": scaling.truncate,
                 "attention_factor": scaling.attention_factor,
+                **({"mscale_all_dim": scaling.score_scale} if scaling.score_scale else {}),
             }
     rope["rope_theta"] = theta
     if share != 1.0:

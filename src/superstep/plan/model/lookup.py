@@ -75,7 +75,7 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
     return shape
 
 
-_MIXTURE = tuple(field.name for field in fields(MoeShape))
+_MIXTURE = tuple(field.name for field in fields(MoeShape) if field.name in {each.name for each in fields(ModelConfig)})
 
 
 def _mixture(config: ModelConfig, base: MoeShape | None) -> MoeShape | None:

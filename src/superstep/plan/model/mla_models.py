@@ -13,7 +13,7 @@ from superstep.plan.model.hf_config import plain, read_json
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
-KINDS = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+KINDS = ("deepseek_v2", "kimi_k2")
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
@@ -34,7 +34,6 @@ def _deepseek(heads: int, experts: int, vocab: int, dense_layers: int, max_token
 
 
 PRICED: dict[str, ModelShape] = {
-    "deepseek-v3": _deepseek(128, 256, 129280, 3, 163840),
     "kimi-k2": _deepseek(64, 384, 163840, 1, 131072),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -31,6 +32,7 @@ class YarnRope:
         beta_slow: pairs with fewer turns are scaled fully.
         truncate: whether the ends of the ramp are rounded outwards to whole pairs.
         attention_factor: multiplies cosine and sine, so its square multiplies the scores.
+        score_scale: of the logarithm whose factor multiplies all scores twice (DeepSeek's mscale_all_dim); 0 for none.
     """
 
     factor: float
@@ -39,6 +41,13 @@ class YarnRope:
     beta_slow: float
     truncate: bool
     attention_factor: float
+    score_scale: float = 0.0
+
+    @property
+    def score_factor(self) -> float:
+        """What ``score_scale`` multiplies the scores by."""
+        sharper = 0.1 * self.score_scale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return sharper * sharper
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope

@@ -42,6 +42,9 @@ class MoeShape:
         capacity_factor: an expert's capacity over its even share of a sequence; None where nothing is dropped.
         balance_weight: of the loss that spreads tokens over the experts, in each layer.
         z_weight: of the loss that keeps the router's logits small (Zoph 2022, eq. 5).
+        groups, groups_per_token: with sigmoid, groups of neighbouring experts, and how many of them a token may choose
+            from.
+        scale: with sigmoid, multiplies the weights of a token's experts.
     """
 
     router: Router
@@ -52,6 +55,9 @@ class MoeShape:
     capacity_factor: float | None
     balance_weight: float
     z_weight: float
+    groups: int = 1
+    groups_per_token: int = 1
+    scale: float = 1.0
 
     @property
     def logits(self) -> int:
@@ -72,12 +78,13 @@ ROTATED = 64
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
     """Attention with queries and keys through narrow widths (DeepSeek-V2, sec. 2.1); a head has ``head_dim`` numbers
-    for values and for the part that is not rotated, and ``ROTATED`` that are. ``query_rank``, ``key_rank``: the narrow
+    for values and for the part that is not rotated, and ``rotated`` that are. ``query_rank``, ``key_rank``: the narrow
     widths.
     """
 
     query_rank: int
     key_rank: int
+    rotated: int = ROTATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,19 +143,19 @@ class ModelShape:
     @property
     def rotated(self) -> int:
         """Numbers of a head that the rotary embedding turns."""
-        return int(self.head_dim * self.style.rotary_share)
+        return int(self.head_dim * self.style.rotary_share) if self.latent is None else self.latent.rotated
 
     @property
     def turned(self) -> int:
         """Numbers that a head's query and key have beyond its value's."""
-        return 0 if self.latent is None else ROTATED
+        return 0 if self.latent is None else self.latent.rotated
 
     @property
     def priced_only(self) -> tuple[str, ...]:
         """Features that the decoder here lacks, in words: a model with any is priced, and not trained."""
+        has_sigmoid = self.moe is not None and self.moe.router == "sigmoid"
         parts = {
-            "latent attention": self.latent is not None,
-            "dense first layers": self.dense_layers > 0,
+            "latent attention without a router of sigmoid scores": self.latent is not None and not has_sigmoid,
         }
         return tuple(words for words, has_it in parts.items() if has_it)
 
@@ -277,6 +284,17 @@ _GPT_OSS_LONG = YarnRope(
 )
 
 
+_DEEPSEEK_LONG = YarnRope(
+    factor=40.0,
+    original_tokens=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=True,
+    attention_factor=1.0,
+    score_scale=1.0,
+)
+
+
 def balance_weight_of(coefficient: float, *, experts_per_token: int, layers: int) -> float:
     """Our balance weight for a ``router_aux_loss_coef`` of Hugging Face's published configurations.
 
@@ -390,6 +408,24 @@ SHAPES: dict[str, ModelShape] = {
         style=replace(QWEN_NEXT, shared_gate=True),
         moe=replace(_make_published_moe(512, 10, 0.001, layers=48), shared_experts=1),
         delta=DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, is_grouped=True),
+    ),
+    "deepseek-v3": _llama(
+        61,
+        7168,
+        128,
+        2048,
+        family="qwen3",
+        kv_heads=128,
+        head_dim=128,
+        vocab=129280,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        rope_scaling=_DEEPSEEK_LONG,
+        max_tokens=163840,
+        moe=replace(dropless(256, 8, shared_experts=1), router="sigmoid", groups=8, groups_per_token=4, scale=2.5),
+        dense_layers=3,
+        dense_ffn=18432,
+        latent=Latent(query_rank=1536, key_rank=512),
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),

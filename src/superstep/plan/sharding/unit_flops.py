@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from superstep.plan.model.attention_rule import DELTA_CHUNK, DeltaShape
-from superstep.plan.model.shape import ROTATED, ModelShape
+from superstep.plan.model.shape import ModelShape
 
 
 def forward_flops_per_token(shape: ModelShape, sequence_tokens: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ def cut_matrices(shape: ModelShape) -> int:
         inner += D * queries
     if shape.latent is None:
         return D * (queries + 2 * keys) + queries * D + inner
-    turned = queries + shape.heads * ROTATED
+    turned = queries + shape.heads * shape.turned
     return shape.latent.query_rank * turned + 2 * shape.latent.key_rank * queries + queries * D + inner
 
 
@@ -91,7 +91,7 @@ def count_linear(width: int, delta: DeltaShape) -> int:
 
 def whole_matrices(shape: ModelShape) -> int:
     """Elements of a block's matrices that no axis cuts: router and shared experts, latent attention's input."""
-    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + ROTATED
+    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + shape.turned
     if shape.moe is None:
         return shape.width * narrow
     gate = 1 if shape.style.shared_gate else 0

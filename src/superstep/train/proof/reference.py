@@ -27,7 +27,17 @@ from superstep.model.decoder import Decoder, flash
 from superstep.model.mixers.gated_delta import WholeScan
 from superstep.model.mixers.short_convolution import AddTaps
 from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
-from superstep.model.unit import INPUT, Fields, Loss, ParamSpec, UnitGraph, UnitSpec, initial, parameters
+from superstep.model.unit import (
+    INPUT,
+    Fields,
+    Loss,
+    ParamSpec,
+    UnitGraph,
+    UnitSpec,
+    initial,
+    parameters,
+    step_of_statistic,
+)
 from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import SamplePlace
 from superstep.numerics.own_loss import load_loss
@@ -293,7 +303,7 @@ def _update(
     for (spec, param), grad in named:
         param.grad = None if spec.is_statistic else grad.div_(max(above, 1.0))
         if spec.is_statistic:
-            param.data += grad
+            param.data += step_of_statistic(spec, grad)
     for group in phase.optimizer.param_groups:
         group["lr"] = lr
     phase.optimizer.step()
