@@ -211,8 +211,22 @@ UNSEEN = ("initializer_range", "router_aux_loss_coef", "max_position_embeddings"
 UNREAD = ("sliding_window",)  # Qwen's, with use_sliding_window = false
 
 
+VALUES = {"v_head_dim": 16, "qk_nope_head_dim": 16, "qk_head_dim": 32}
+ROTATED = {"qk_rope_head_dim": 32, "head_dim": 32, "qk_head_dim": 64}
+OF_DEEPSEEK = {
+    "num_attention_heads": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    **dict.fromkeys(("v_head_dim", "qk_nope_head_dim"), VALUES),
+    **dict.fromkeys(ROTATED, ROTATED),
+    "n_group": {"n_group": 1},
+    "num_experts_per_tok": {"num_experts_per_tok": 1},
+    "first_k_dense_replace": {"first_k_dense_replace": 0},
+}
+
+
 def changed(kind, key, value):
     """The changes that make one key say something else."""
+    if kind == "deepseek_v3" and key in OF_DEEPSEEK:
+        return OF_DEEPSEEK[key]
     if key == "rope_parameters" and kind in LAYER_ROPES:
         return {key: dict.fromkeys(value, SPECIAL[key][key])}
     if key == "layer_types" and kind in LINEAR:
