@@ -156,8 +156,8 @@ def check_served(run: Resolved, serve: ServeConfig) -> None:
     """Check that a model supports the settings.
 
     Raises:
-        ConfigError: it has linear or latent attention, contexts are longer than the model's or than all pages, or exact answers
-            are combined with quantized weights.
+        ConfigError: it has linear or latent attention, contexts are longer than the model's or than all pages, or exact
+            answers are combined with quantized weights.
     """
     _require_attention(run.shape, run.config.model.name)
     most_tokens = run.shape.max_tokens
