@@ -84,7 +84,7 @@ class _LayerBuilder:
         layer.combine = exact_combine  # type: ignore[method-assign]
         return inner
 
-    def shared_key(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
+    def share_key(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
         return exact_shared_key(layer, self.exact.group)
 
     def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
@@ -130,7 +130,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
         _row("exact sums", is_trained(Gate), build.router),
         *(_row("exact sums", is_trained(kind), build.by_weight(make)) for kind, make in BY_WEIGHT.items()),
-        _row("exact sum over heads", is_shared_key, build.shared_key),
+        _row("exact sum over heads", is_shared_key, build.share_key),
         _row("exact gate", any_of(nn.SiLU), lambda path, layer, inner: exact_silu),
         _row("exact gate", any_of(nn.GELU), lambda path, layer, inner: exact_gelu_tanh),
         _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),
