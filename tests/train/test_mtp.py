@@ -130,3 +130,12 @@ def test_a_run_reports_both_losses_and_its_checkpoint_is_a_plain_model(tmp_path,
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
     assert (folder / FILES["weight"]).is_file()
     assert main(["checkpoint", "export", "run", "--out", "out"]) == 0
+
+
+@pytest.mark.multiproc
+def test_a_whole_table_of_a_split_stream_is_proven(tmp_path, monkeypatch, capsys):
+    """The next tokens are looked up for the whole sequence, of which each tensor-parallel rank keeps its part."""
+    runs.make_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    layout = ["--plan.tp", "2", "--plan.rules.vocab", "none", "--plan.sequence-parallel", "true"]
+    assert main(["prove", "run.toml", "--model.mtp-weight", "0.3", *layout]) == 0, capsys.readouterr().out

@@ -21,7 +21,7 @@ end, so that additions to the lookup, such as learned positions, see every token
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -38,6 +38,7 @@ from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
 from superstep.engine.parallel.split_norm import norm_over_ranks
 from superstep.kernels.position_bias import Slopes
+from superstep.model.decoder import Embedding
 from superstep.model.norm import RMSNorm
 from superstep.model.position_bias import AlibiBias
 from superstep.model.unit import UnitSpec
@@ -191,6 +192,7 @@ def splitting(
             lambda path, layer: cut.get(path) == 0 and isinstance(layer, RMSNorm),
             lambda layer, inner: seams.norm(layer, inner, group),
         ),
+        *_ends(lambda path, layer: is_split and _is_whole_lookup(path, layer, cut), part, group),
         _row(
             "slopes of its own heads",
             lambda path, layer: isinstance(layer, AlibiBias) and rules.cut("heads") == "tp",
@@ -206,12 +208,20 @@ def splitting(
             lambda path, layer: not path and bool(entered),
             lambda layer, inner: _closing(inner, entrance),
         ),
-        _row(
-            "output split over the sequence",
-            lambda path, layer: not path and sequence_parallel and is_whole,
-            lambda layer, inner: _then(inner, end, group),
-        ),
+        *_ends(lambda path, layer: not path and sequence_parallel and is_whole, end, group),
     )
+
+
+def _ends(
+    applies: Callable[[str, nn.Module], bool], end: Callable[[Tensor, Group], Tensor], group: Group
+) -> tuple[Implementation, ...]:
+    """The output of a layer that had whole sequences is split over the sequence."""
+    return (_row("output split over the sequence", applies, lambda layer, inner: _then(inner, end, group)),)
+
+
+def _is_whole_lookup(path: str, layer: nn.Module, cut: Mapping[str, int]) -> bool:
+    """Whether a layer looks up whole sequences in a table that is not cut, in a unit with a split stream."""
+    return isinstance(layer, Embedding) and f"{path}.embed_tokens".lstrip(".") not in cut
 
 
 def _row(
