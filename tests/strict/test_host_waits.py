@@ -68,7 +68,7 @@ LAYOUTS = {
 
 EXCHANGED_SIZES = "superstep/engine/parallel/expert.py"
 """An exchange of unequal parts takes their sizes from the host: once in each forward pass of a mixture."""
-PRODUCT_OF_EACH = "superstep/model/experts.py"
+PRODUCT_OF_EACH = "superstep/model/mixture/experts.py"
 """Outside of bf16 torch has no kernel for the products of all experts: each is a call, whose size the host has to know:
 twice in a forward pass of three products and in the gradients of their inputs, once in each gradient of a weight."""
 BLOCKS = 2 * 2

@@ -74,12 +74,12 @@ def no_gradient_sum_on_entering():
 def wrong_vocabulary_offset():
     inner = tensor.vocabulary_lookup
 
-    def lookup(layer, group, leave):
+    def lookup(layer, forward, group, leave):
         class Shifted:
             def rank(self):
                 return 0
 
-        return inner(layer, Shifted(), lambda x, _: leave(x, group))
+        return inner(layer, forward, Shifted(), lambda x, _: leave(x, group))
 
     return mock.patch.object(tensor, "vocabulary_lookup", lookup)
 
