@@ -29,7 +29,7 @@ from superstep.model.mixture.router import route
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.shape import dropless
+from superstep.plan.model.shape import Latent, dropless
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
@@ -64,9 +64,9 @@ def batch_of(run):
     return small.batches(steps=1, sequences=SEQUENCES, tokens=TOKENS, masked=run.config.data.document_mask)[0]
 
 
-def route_evenly(shape, logits_BSE, noise_BSE):
+def route_evenly(shape, logits_BSE, noise_BSE, bias_E=None):
     """The routing of a router that gives each expert as many rows as any other, which is what a prediction assumes."""
-    routing = route(shape, logits_BSE, noise_BSE)
+    routing = route(shape, logits_BSE, noise_BSE, bias_E)
     even = torch.arange(routing.expert.numel(), device=logits_BSE.device) % shape.experts
     return replace(routing, choice=even.view_as(routing.choice), expert=even.view_as(routing.expert))
 
@@ -153,6 +153,14 @@ FAMILIES = {
         "style": GPT_OSS,
     },
     "qwen3.5": {"qk_norm": True, "full_layers": (3,), "style": QWEN_NEXT, "delta": DELTA},
+    "deepseek_v3": {
+        "ffn": 96,
+        "kv_heads": 4,
+        "moe": replace(dropless(8, 2, shared_experts=1), router="sigmoid", groups=4, groups_per_token=2, scale=2.5),
+        "dense_layers": 1,
+        "dense_ffn": 384,
+        "latent": Latent(query_rank=48, key_rank=64, rotated=16),
+    },
     "alibi": {"positions": "alibi"},
     "t5": {"positions": "t5", "max_distance": 40},
     "relative": {"positions": "relative", "max_distance": 40},

@@ -196,7 +196,7 @@ def _attention(d: LocalDims, e: int, run: Resolved, rule: AttentionRule, flow: G
     kept = d.T * 2 * d.N * d.H * e + _keys(d, e, run, rule) + _log_sums(d, run) + _exchange_bytes(d, e, run)
     kept += _norms_of_heads(d, e, run, flow) if run.shape.qk_norm else 0
     gate = 2 * d.T * d.N * d.H * e * run.shape.style.output_gate  # and what it gives
-    return kept + gate + _sliding(d, e, run, rule) + _bias(d, e, run)
+    return kept + gate + _latent(d, e, run) + _sliding(d, e, run, rule) + _bias(d, e, run)
 
 
 def _product_inputs(d: LocalDims, run: Resolved, flow: GradientFlow) -> dict[str, int]:
@@ -266,6 +266,17 @@ def _sliding(d: LocalDims, e: int, run: Resolved, rule: AttentionRule) -> int:
         return 0
     ends = [(start, min(start + window, d.S)) for start in range(0, d.S, window)]
     return d.T * d.N * d.H * e + sum((end - start) * (end - max(0, start - window + 1)) for start, end in ends) * e
+
+
+def _latent(d: LocalDims, e: int, run: Resolved) -> int:
+    """Bytes that latent attention keeps beyond plain: the rotated part of each head's query, key, padded value and
+    output; the output without padding; both narrow widths, before their norms and after, and 1 / rms.
+    """
+    latent = run.shape.latent
+    if latent is None:
+        return 0
+    narrow = 2 * (latent.query_rank + latent.key_rank) + latent.rotated
+    return d.T * ((4 * latent.rotated + d.H) * d.N + narrow) * e + 2 * d.T * FP32
 
 
 def _bias(d: LocalDims, e: int, run: Resolved) -> int:
