@@ -215,7 +215,7 @@ def recomputed_from_another():
     def recompute(self, unit, m):
         (x,), edge = self._flight.kept[unit, m]
         if unit == 2:
-            self._flight.kept[unit, m] = ([x.roll(1, 1)], edge)
+            self._flight.kept[unit, m] = ([x.detach().roll(1, 1).requires_grad_()], edge)
         inner(self, unit, m)
 
     return mock.patch.object(Executor, "_recompute", recompute)
