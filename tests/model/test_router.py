@@ -21,7 +21,7 @@ from superstep.model.mixture.router import (
     within_capacity,
     z_loss,
 )
-from superstep.model.moe import Gate
+from superstep.model.moe import LOAD_UNIT, Gate, with_load
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.lookup import shape_of
 
@@ -278,3 +278,16 @@ def test_descending_the_balance_loss_spreads_the_tokens(router):
     after = most(route(moe, gate(x), None))
     assert before > 0.35
     assert after < 0.25
+
+
+def test_a_bias_of_the_choice_gets_what_its_experts_load_lacks_and_no_gradient_of_the_loss():
+    weight = torch.rand(6, 2, requires_grad=True)
+    bias = torch.zeros(4, requires_grad=True)
+    expert = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 2], [0, 2], [0, 1]])
+    out = with_load(weight, bias, expert)
+    assert torch.equal(out, weight)
+    out.backward(torch.ones_like(out))
+    assert torch.equal(weight.grad, torch.ones(6, 2))
+    # Six, four, two and none of twelve rows: three are even.
+    assert bias.grad.sign().tolist() == [-1.0, -1.0, 1.0, 1.0]
+    assert torch.equal(bias.grad / LOAD_UNIT, torch.tensor([12.0 - 24.0, 12.0 - 16.0, 12.0 - 8.0, 12.0]))

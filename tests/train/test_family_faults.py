@@ -1,4 +1,4 @@
-"""Faults that a rank of gpt-oss can have, planted: the proof of a layout finds each."""
+"""Faults that a rank of gpt-oss or of DeepSeek-V3 can have, planted: the proof of a layout finds each."""
 
 from pathlib import Path
 from unittest import mock
@@ -11,6 +11,7 @@ import small
 from superstep.comm.device import Device
 from superstep.engine.parallel import ring
 from superstep.launch.ranks import World
+from superstep.model import moe
 from superstep.model.moe import Gate
 from superstep.numerics.attention.attention_sinks import join_sinks
 from superstep.plan.resolution.resolve import resolve
@@ -37,24 +38,26 @@ def _prove(rank, world, run, folder, fault):
         "none": mock.patch.object(ring, "join_sinks", join_sinks),
         "a sink in the softmax of each rank": mock.patch.object(ring, "join_sinks", _join_twice),
         "a router bias per rank": mock.patch.object(Gate, "forward", _of_rank(rank)),
+        "a load of each rank alone": mock.patch.object(moe, "LOAD_UNIT", -moe.LOAD_UNIT if rank else moe.LOAD_UNIT),
     }
     with faults[fault]:
         return prove(World(rank, world, Device("cpu")), run, small.batches(), Path(folder), reruns=False)
 
 
 @pytest.mark.parametrize(
-    ("fault", "plan"),
+    ("kind", "fault", "plan"),
     [
-        ("none", {"cp": 2}),
-        ("a sink in the softmax of each rank", {"cp": 2}),
-        ("a router bias per rank", {"dp": 2, "ep": 2}),
+        ("gpt_oss", "none", {"cp": 2}),
+        ("gpt_oss", "a sink in the softmax of each rank", {"cp": 2}),
+        ("gpt_oss", "a router bias per rank", {"dp": 2, "ep": 2}),
+        ("deepseek_v3", "a load of each rank alone", {"dp": 2, "ep": 2}),
     ],
 )
-def test_a_planted_fault_is_found(fault, plan, pool, tmp_path):
-    run = resolve(foreign._config("gpt_oss", tmp_path, **plan))
+def test_a_planted_fault_is_found(kind, fault, plan, pool, tmp_path):
+    run = resolve(foreign._config(kind, tmp_path, **plan))
     torch.set_num_threads(1)
     write_reference(run.shape, run.config.train, small.batches(), tmp_path)
     verdict = pool.run(2, _prove, run, str(tmp_path), fault, timeout_s=120)[0]
     assert verdict.is_proven == (fault == "none"), verdict.first and verdict.first.describe()
     if fault != "none":
-        assert verdict.first.describe().startswith("step 0: loss differs")
+        assert verdict.first.describe().startswith("step 0: ")
