@@ -117,7 +117,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     (
         {"model__name": "deepseek-v3", "model__experts": 100},
         None,
-        ["model.experts = 100 in 8 groups", "set model.experts to a multiple of 8"],
+        ["model.experts = 100 in 8 groups", "set model.experts to 16 or another multiple"],
     ),
     (
         {"model__name": "deepseek-v3", "model__experts_per_token": 200},
@@ -404,7 +404,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     (
         {"model__experts": 8, "model__router": "best"},
         None,
-        ["model.router = 'best'", "set model.router to one of 'dropless', 'switch', 'top2', 'noisy-topk'"],
+        ["model.router = 'best'", "set model.router to one of 'dropless', 'sigmoid', 'switch', 'top2', 'noisy-topk'"],
     ),
     (
         {"model__experts": 8, "model__router": "switch", "model__experts_per_token": 2},

@@ -232,7 +232,8 @@ def _check_moe(moe: MoeShape) -> None:
     if moe.experts % moe.groups or not 1 <= moe.groups_per_token <= moe.groups:
         raise ConfigError(
             f"model.experts = {moe.experts} in {moe.groups} groups, of which a token takes {moe.groups_per_token}: "
-            f"groups must be alike; set model.experts to a multiple of {moe.groups}."
+            f"groups must be alike; set model.experts to {moe.groups * -(-moe.experts_per_token // moe.groups_per_token)} "
+            "or another multiple."
         )
     if moe.experts_per_token > moe.experts // moe.groups * moe.groups_per_token:
         raise ConfigError(
