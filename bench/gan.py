@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from superstep.model.custom.user_model import load_units
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.model.unit import UnitGraph
 from superstep.plan.config_io import read_config
 from superstep.train.weights.weights_folder import weights_of

@@ -25,7 +25,7 @@ from superstep.kernels import cpu_library, norm, rope, swiglu
 from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
 from superstep.numerics.loss import linear_cross_entropy_sum
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 TOKENS = (128, 512, 2048, 8192)
 WIDTH, FFN, HEADS, HEAD_DIM, VOCAB = 512, 1376, 8, 64, 4096

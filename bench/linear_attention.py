@@ -36,7 +36,7 @@ from superstep.model.mixers.gated_delta import WholeScan
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved, resolve
 
 TIMEOUT = timedelta(minutes=5)

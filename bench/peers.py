@@ -33,7 +33,7 @@ from bench.peers_model import pipelining, tensor_parallel
 from bench.peers_wrapped import accelerate, missing, zero2, zero3
 from bench.spawn import Workload, measure
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 __all__ = ["IGNORE", "PEERS", "PeerJob", "PeerResult", "initial_weights", "random_batches", "run"]
 

@@ -32,7 +32,7 @@ from superstep.grade.config import GradeConfig
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
+from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.config import (
     DataConfig,
@@ -44,7 +44,7 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.files import reader
 from superstep.train.run_folder.run_paths import RunFolder

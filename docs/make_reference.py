@@ -33,10 +33,10 @@ from superstep.observe.drawing.timeline import draw_text
 from superstep.observe.page.bubble import FORMULAS
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.config_io import section_of, table_entry
-from superstep.plan.model import mla_models
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
-from superstep.plan.model.lookup import PRICED
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes import mla_models
+from superstep.plan.model.sizes.lookup import PRICED
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
 from superstep.program.instructions import Program

@@ -50,7 +50,7 @@ from superstep.hardware.cluster_file import cluster, read_cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.config_io import read_config, write_config
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
 from superstep.planner import simulate_best
 from superstep.planner.calibration.calibrate_observation import guide

@@ -118,7 +118,7 @@ from transformers import SeedOssConfig, SeedOssForCausalLM
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.plan.model.hf_families import DEFAULTS

@@ -12,7 +12,7 @@ from bench.peers_wrapped import missing
 from bench.spawn import Workload, measure
 from pool import Pool
 from superstep.numerics.tolerance import TOLERANCE
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import runs
 from superstep.cli.main import main
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 
 
 @pytest.fixture(scope="module")

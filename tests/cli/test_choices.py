@@ -15,7 +15,7 @@ from superstep.cli.choices import describe_changed_layout, idle_places
 from superstep.cli.main import main
 from superstep.cli.train import train as train_verb
 from superstep.plan.config import RunConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.prepare_job import passes_of_a_step
 from superstep.tune.config import TuneConfig

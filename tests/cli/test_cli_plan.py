@@ -12,7 +12,7 @@ from superstep.cli.main import main
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import read_config, write_config
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import resolve
 
 SMALL = ["demo", "--cluster", "8xA100", "--global-batch", "32", "--sequence", "256"]

@@ -16,7 +16,7 @@ from superstep.cli.main import main
 from superstep.cli.scaling.scaling import device_budget
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import write_config
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import resolve
 from superstep.scaling.model_sizes import non_embedding_parameters
 from superstep.scaling.runs import read_csv

@@ -39,7 +39,7 @@ from superstep.plan.config import (
 )
 from superstep.plan.mesh import Coordinate
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.model.style import GEMMA, OLMO, BlockStyle
 from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import resolve

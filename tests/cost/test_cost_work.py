@@ -15,8 +15,8 @@ from superstep.model.decoder import Decoder
 from superstep.model.mixture.expert_dispatch import LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
-from superstep.plan.model.lookup import shape_of
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import resolve
 
 TINY = SHAPES["tiny"]

@@ -26,7 +26,7 @@ from superstep.errors import ConfigError
 from superstep.hardware.catalogue import chip
 from superstep.hardware.collectives import RankGroup, all_reduce_s
 from superstep.hardware.network import usual_cluster
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 CLUSTER = usual_cluster(chip("A100"), 64)
 RATES, STACK = price_of(CLUSTER, Software())

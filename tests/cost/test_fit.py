@@ -10,9 +10,10 @@ import runs
 import small
 from superstep.cli.main import main
 from superstep.comm.device import Device
+from superstep.cost.program.memory import temporaries
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.memory_fit import by_category, memory_of, overflow, with_communicators
-from superstep.cost.program.memory.temporaries import block_workspace, head_workspace
+from superstep.cost.program.memory.temporaries import head_workspace
 from superstep.errors import ConfigError
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
@@ -20,6 +21,10 @@ from superstep.program.instructions import Backward
 from superstep.program.peak_memory import course
 from superstep.run.memory_check import require_fit
 from superstep.train.weights.model import operations
+
+
+def block_workspace(run):
+    return temporaries.block_workspace(run, run.decoder.mixer(0))
 
 
 def run_of(**layout):

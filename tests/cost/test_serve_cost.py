@@ -21,7 +21,7 @@ from superstep.cost.serve import (
 )
 from superstep.hardware.cluster_file import cluster
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 WAY = ComputeMode(name="bf16", tp=1, block_keys=64, is_paged=True)
 TRUE = {

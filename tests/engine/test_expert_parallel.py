@@ -14,7 +14,7 @@ from superstep.engine.parallel.expert import ExpertParallel, SequenceParts, spli
 from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 pytestmark = pytest.mark.multiproc
 

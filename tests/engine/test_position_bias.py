@@ -18,7 +18,7 @@ from superstep.model.position_bias import BucketBias, RelativeBias, make_positio
 from superstep.numerics.fixed_point import ACTIVATION, PARAMETER
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.attention_rule import AttentionRule
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.sharding.sequence import positions as places_of
 
 TOKENS, BATCH, CHUNKS, HEADS, KV_HEADS, WIDTH, FARTHEST = 300, 2, 4, 4, 2, 16, 40

@@ -13,14 +13,15 @@ from safetensors.torch import save_file
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import FILE, load_weights, open_weights, save_weights
-from superstep.model.peft_adapter import read_adapter
+from superstep.model.files.hf import FILE, load_weights, open_weights, save_weights
+from superstep.model.files.peft_adapter import read_adapter
 from superstep.model.unit import global_tensors, parameters
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
 from superstep.plan.model.hf_styles import STYLES
 from superstep.plan.model.rope import LinearRope, Llama3Rope, YarnRope
-from superstep.plan.model.shape import SHAPES, Latent, MoeShape
+from superstep.plan.model.shape import Latent, MoeShape
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.model.style import BlockStyle
 
 transformers = pytest.importorskip("transformers")

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispatch
 from superstep.model.mixture.router import route
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 transformers = pytest.importorskip("transformers")
 

@@ -19,13 +19,13 @@ from longer import longer
 from superstep.errors import ConfigError, StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights, open_weights
-from superstep.model.peft_config import read_config
+from superstep.model.files.hf import load_weights, open_weights
+from superstep.model.files.peft_config import read_config
 from superstep.model.unit import global_tensors
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import OURS, from_hf_config
 from superstep.plan.model.hf_families import DEFAULTS, HARMLESS, HARMLESS_IN, ModelType, only
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 transformers = pytest.importorskip("transformers")
 

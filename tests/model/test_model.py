@@ -16,7 +16,7 @@ from superstep.model.norm import RMSNorm
 from superstep.model.rope import Rope
 from superstep.model.unit import global_tensors, initial
 from superstep.plan.model.rope import Llama3Rope
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 TINY = SHAPES["tiny"]
 QWEN = replace(TINY, family="qwen3", qk_norm=True, tied=False, head_dim=32)

@@ -31,7 +31,7 @@ from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import global_specs, global_tensors, initial, parameters
 from superstep.numerics.loss import cross_entropy_sum
 from superstep.plan.config import ModelConfig, TrainConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.train.proof.reference import reference_steps
 
 ROUTERS = ["dropless", "switch", "top2", "noisy-topk"]

@@ -9,11 +9,12 @@ from safetensors.torch import save_file
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import FILE, load_weights, open_weights, save_weights
-from superstep.model.mxfp4 import unpack
+from superstep.model.files.hf import FILE, load_weights, open_weights, save_weights
+from superstep.model.files.mxfp4 import unpack
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
-from superstep.plan.model.shape import SHAPES, dropless
+from superstep.plan.model.shape import dropless
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.model.style import GPT_OSS
 
 theirs = pytest.importorskip("transformers.integrations.mxfp4")

@@ -10,8 +10,17 @@ from transformers import AutoModelForCausalLM
 
 import low_rank
 from superstep.errors import UserError
-from superstep.model.peft_adapter import FILE, PREFIX, A, Adapter, LoraFactors, linears_of, read_adapter, write_adapter
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.peft_adapter import (
+    FILE,
+    PREFIX,
+    A,
+    Adapter,
+    LoraFactors,
+    linears_of,
+    read_adapter,
+    write_adapter,
+)
+from superstep.model.files.peft_config import CONFIG
 
 LINEARS = linears_of(low_rank.shape())
 Q = "model.layers.{}.self_attn.q_proj"

@@ -13,7 +13,7 @@ from superstep.kernels.position_bias import t5_buckets
 from superstep.model.decoder import Decoder
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 FARTHEST, TOKENS, NEAR = 40, 96, 2e-5
 SHAPE = shape_of(ModelConfig(name="tiny", max_distance=FARTHEST))

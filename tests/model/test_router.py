@@ -23,7 +23,7 @@ from superstep.model.mixture.router import (
 )
 from superstep.model.moe import LOAD_UNIT, Gate, with_load
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 ROUTERS = ["dropless", "switch", "top2", "noisy-topk"]
 

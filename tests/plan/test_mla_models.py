@@ -14,8 +14,8 @@ from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.lookup import PRICED, shape_of
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.lookup import PRICED, shape_of
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import resolve
 
 DEEPSEEK = {

@@ -19,9 +19,10 @@ from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfi
 from superstep.plan.config_io import read_config, table_entry, write_config
 from superstep.plan.mesh import AXES, FAMILIES, MeshShape
 from superstep.plan.model.hf_config import from_hf_config, to_hf_config
-from superstep.plan.model.lookup import shape_of
-from superstep.plan.model.shape import SHAPES
-from superstep.plan.resolution.resolve import divisors, resolve
+from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.model.sizes.named_sizes import SHAPES
+from superstep.plan.resolution.fill_plan import divisors
+from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.stages import even_split, place
 
 

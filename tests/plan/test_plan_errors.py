@@ -23,10 +23,10 @@ from superstep.plan.model import check_shape as shape_module
 from superstep.plan.model import hf_config as hf_config_module
 from superstep.plan.model import hf_rope as hf_rope_module
 from superstep.plan.model import json_reader as json_keys_module
-from superstep.plan.model import lookup as model_module
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter, Unit
+from superstep.plan.model.sizes import lookup as model_module
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution import freeze as freeze_module
 from superstep.plan.resolution import lora as lora_module
 from superstep.plan.resolution import reduction_grain as grain_module

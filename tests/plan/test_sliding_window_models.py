@@ -18,8 +18,8 @@ from superstep.hardware.network import usual_cluster
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 KINDS = ["sliding_attention", "full_attention"]
 GPT_OSS = {

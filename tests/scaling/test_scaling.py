@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drawn_runs import CHINCHILLA, FACTS, OPENAI, curves, isoflop, run_at
 from superstep.errors import ConfigError
 from superstep.plan.model.check_shape import check_shape
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.scaling.budget import best_for, best_of_flops, choices
 from superstep.scaling.fit import HOFFMANN, KAPLAN, fit, residuals
 from superstep.scaling.isoflop import fit_envelope, fit_isoflop, fit_size, fit_tokens

@@ -19,8 +19,8 @@ from served import served
 from superstep.cli.serve.serve import admin_key
 from superstep.errors import ConfigError, StateError
 from superstep.http.request_error import RequestError
-from superstep.model.hf import FILE
-from superstep.model.peft_adapter import linears_of, write_adapter
+from superstep.model.files.hf import FILE
+from superstep.model.files.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin import ADMIN_ROUTES, allow_path
 from superstep.serve.api.admin_backend import Admin

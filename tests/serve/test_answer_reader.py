@@ -22,10 +22,10 @@ from plain_words import PlainWords, small_tokenizer
 from scripted import Scripted
 from superstep.comm.device import Device
 from superstep.errors import StateError
-from superstep.model import hf
-from superstep.model import peft_adapter as adapter_module
-from superstep.model.hf import save_weights
-from superstep.model.peft_adapter import linears_of, write_adapter
+from superstep.model.files import hf
+from superstep.model.files import peft_adapter as adapter_module
+from superstep.model.files.hf import save_weights
+from superstep.model.files.peft_adapter import linears_of, write_adapter
 from superstep.serve.api import admin as admin_module
 from superstep.serve.api.admin_backend import Admin
 from superstep.serve.app import make_app

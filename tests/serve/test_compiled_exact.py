@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from superstep.comm.device import Device
 from superstep.kernels.amx_weight_grad import has_tiles
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.serve.compute.compiled import compiled_exact
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_folder
 from superstep.errors import ConfigError
-from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
+from superstep.model.files.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine

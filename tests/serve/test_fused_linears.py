@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from superstep.model.decoder import Decoder
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.serve.compute.linears.fused_linears import Linears
 from superstep.serve.compute.linears.onednn_linear import can_pack, pack_weight
 

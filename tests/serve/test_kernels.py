@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from superstep.kernels.compile_cpp import BuildResult
 from superstep.model.decoder import Decoder, flash
 from superstep.plan.model.attention_rule import AttentionRule
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder, can_compile
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import FLAGS, NAMES, SOURCES, build

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import low_rank
 from superstep.comm.device import Device
 from superstep.errors import ConfigError, UserError
-from superstep.model.peft_adapter import Adapter, read_adapter, write_adapter
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.peft_adapter import Adapter, read_adapter, write_adapter
+from superstep.model.files.peft_config import CONFIG
 from superstep.serve.api.backend_errors import make_backend_refusal
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_both, open_engine

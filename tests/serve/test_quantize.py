@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from superstep.errors import ConfigError
 from superstep.model.decoder import Decoder
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.serve.compute.linears.fused_linears import Linears
 from superstep.serve.compute.linears.quantize import FORMATS, GROUP_4, format_named, to_4_bits, to_8_bits
 

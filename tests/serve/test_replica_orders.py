@@ -13,8 +13,8 @@ import model_folder
 from ranks import ranks_below
 from served import served
 from superstep.errors import ConfigError, StateError
-from superstep.model.hf import FILE
-from superstep.model.peft_adapter import linears_of, write_adapter
+from superstep.model.files.hf import FILE
+from superstep.model.files.peft_adapter import linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.api.admin_backend import Admin, EngineGroup
 from superstep.serve.api.backend import BackendAway

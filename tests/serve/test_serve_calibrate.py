@@ -4,7 +4,7 @@ import torch
 
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.serve import benchmark_steps
 from superstep.serve.config import ServeConfig
 

@@ -11,7 +11,7 @@ from superstep.cost.serve import ComputeMode, model_of_rank
 from superstep.errors import StateError
 from superstep.hardware.serving_rate import ServingRate
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.serve.engine import InferenceEngine
 from superstep.serve.scheduling.capacity_forecast import ServerSetup, crowds, firsts, rooms
 from superstep.serve.scheduling.kv_pages import Pages

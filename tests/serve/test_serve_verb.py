@@ -18,7 +18,7 @@ import torch
 
 import model_folder
 from ranks import ranks_below
-from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
+from superstep.model.files.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.hf_config import from_hf_config
 
 pytestmark = pytest.mark.multiproc

@@ -9,10 +9,11 @@ from superstep.comm.device import Device
 from superstep.errors import ConfigError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
+from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.attention_rule import DeltaShape
-from superstep.plan.model.shape import SHAPES, dropless
+from superstep.plan.model.shape import dropless
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows

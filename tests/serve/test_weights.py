@@ -17,10 +17,10 @@ from superstep.comm.device import Device
 from superstep.errors import ConfigError, Fault, StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import FILE, open_weights, save_weights
+from superstep.model.files.hf import FILE, open_weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_both, open_engine
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder

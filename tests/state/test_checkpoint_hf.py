@@ -16,7 +16,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve

@@ -21,7 +21,7 @@ from superstep.model.mixture.expert_dispatch import DispatchContext, LocalDispat
 from superstep.model.mixture.experts import Experts, add_outer_products, grouped_linear, products, sort_by_expert
 from superstep.model.moe import MixtureOfExperts
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
 
 pytestmark = pytest.mark.strict

@@ -10,7 +10,7 @@ from strict_ranks import prove_on_gpus
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.model.style import QWEN_NEXT
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import write_reference

@@ -15,7 +15,8 @@ from itertools import combinations
 import small
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
-from superstep.plan.resolution.resolve import Resolved, divisors, resolve
+from superstep.plan.resolution.fill_plan import divisors
+from superstep.plan.resolution.resolve import Resolved, resolve
 
 SCHEDULES: tuple[tuple[str, int], ...] = (
     ("gpipe", 1),

@@ -9,11 +9,11 @@ import torch
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
-from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of
+from superstep.model.files.hf import save_weights
+from superstep.model.files.peft_adapter import Adapter, LoraFactors, linears_of
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 VOCAB = 64
 

@@ -9,10 +9,10 @@ import torch
 from superstep.data.tokenizer import train_tokenizer
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
+from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 LINES = [
     '{"name": "Ann", "age": 7}\n',

@@ -22,7 +22,7 @@ from superstep.grade.environment import load_environment
 from superstep.launch.ranks import World
 from superstep.launch.rendezvous import LaunchStore
 from superstep.launch.stop_request import StopRequest
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.plan.config import (
     DataConfig,
     LoraConfig,

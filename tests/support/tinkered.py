@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from model_folder import write_folder
 from served import served
 from superstep.comm.device import Device
-from superstep.model.hf import FILE
+from superstep.model.files.hf import FILE
 from superstep.tune.tinker.app import make_app
 from superstep.tune.tinker.open_service import open_service
 

@@ -12,9 +12,9 @@ from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.hf_config import to_hf_config
-from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.rope import YarnRope
 from superstep.plan.model.shape import Latent, dropless
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits

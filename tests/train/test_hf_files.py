@@ -10,7 +10,7 @@ import torch
 import runs
 from superstep.cli.main import main
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.weights.hf_files import hf_files
 

@@ -18,10 +18,10 @@ from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import RankPeers
 from superstep.engine.engine import Engine
 from superstep.errors import StateError
-from superstep.model import hf
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import FILE, INDEX, Weights, save_weights
+from superstep.model.files import hf
+from superstep.model.files.hf import FILE, INDEX, Weights, save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint_dirs import checkpoints

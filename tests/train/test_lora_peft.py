@@ -15,7 +15,7 @@ from superstep.comm.objects import RankPeers
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of
-from superstep.model.peft_adapter import write_adapter
+from superstep.model.files.peft_adapter import write_adapter
 from superstep.model.unit import initial
 from superstep.numerics.tolerance import TOLERANCE
 from superstep.plan.config import DataConfig, LoraConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig

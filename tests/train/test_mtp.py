@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import runs
 from superstep.cli.main import main
 from superstep.data.batch import FURTHER_TARGETS, Batch, add_further_tokens
-from superstep.engine.further_loss import FurtherLoss
+from superstep.engine.metrics.further_loss import FurtherLoss
 from superstep.model.axes import units
 from superstep.model.decoder import Head
 from superstep.model.mtp import FurtherToken
@@ -21,7 +21,7 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.objective import LossTarget
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.axes import NEXT_TOKENS
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.state.tensor_file import FILES
 
 SHAPE = replace(shape_of(ModelConfig(name="tiny", vocab=64, mtp_weight=0.3)), layers=1)

@@ -17,7 +17,7 @@ from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sharding.padding import pad_vocab

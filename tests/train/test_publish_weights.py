@@ -16,7 +16,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches
 from superstep.errors import StateError
 from superstep.model.axes import units
-from superstep.model.hf import FILE, open_weights
+from superstep.model.files.hf import FILE, open_weights
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.serve.batch_generate import generate

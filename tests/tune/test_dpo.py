@@ -14,11 +14,11 @@ from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import TokenStream
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.state.checkpoint_dirs import checkpoints
 
 

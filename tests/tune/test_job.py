@@ -11,7 +11,7 @@ import torch
 import reinforced
 from pool import RankError
 from superstep.errors import ConfigError, StateError
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.train.run_folder.run_paths import RunFolder

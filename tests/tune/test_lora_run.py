@@ -23,9 +23,9 @@ from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World
-from superstep.model.hf import open_weights
-from superstep.model.peft_adapter import FILE, linears_of, read_adapter
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.hf import open_weights
+from superstep.model.files.peft_adapter import FILE, linears_of, read_adapter
+from superstep.model.files.peft_config import CONFIG
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import resolve

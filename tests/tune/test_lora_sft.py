@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import runs
 from superstep.cli.main import main
-from superstep.model.peft_adapter import FILE
+from superstep.model.files.peft_adapter import FILE
 from superstep.train.weights.base_file import read_base
 
 

@@ -12,7 +12,7 @@ from superstep.comm.device import Device
 from superstep.cost.program.memory.communicators import PAIR_BYTES, communicator_bytes
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.build_engine import open_both

@@ -18,7 +18,7 @@ from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig

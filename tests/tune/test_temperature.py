@@ -14,7 +14,7 @@ import torch
 import reinforced
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.model.unit import parameters
 from superstep.tune.rl.rollout_log import NAME, RolloutLog
 

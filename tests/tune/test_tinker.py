@@ -10,9 +10,9 @@ import pytest
 
 from superstep.data.tokenizer import load_tokenizer
 from superstep.http.body_validation import read_model
-from superstep.model.peft_adapter import linears_of, read_adapter
+from superstep.model.files.peft_adapter import linears_of, read_adapter
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.tune.tinker import futures as desks
 from superstep.tune.tinker import request_schema
 from superstep.tune.tinker import service as services

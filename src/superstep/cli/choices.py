@@ -9,7 +9,8 @@ from superstep.comm.device import gpus
 from superstep.errors import ConfigError
 from superstep.hardware.host import cores
 from superstep.plan.config import RunConfig
-from superstep.plan.resolution.resolve import Resolved, divisors
+from superstep.plan.resolution.fill_plan import divisors
+from superstep.plan.resolution.resolve import Resolved
 
 
 def describe_changed_layout(proposed: RunConfig, run: Resolved, resolve: Callable[[RunConfig], Resolved]) -> str | None:

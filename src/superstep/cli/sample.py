@@ -10,7 +10,7 @@ from superstep.cli.arguments.sample import SampleOptions, read
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, StateError
 from superstep.model.custom.user_model import load_units
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import UnitGraph
 from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config

@@ -26,9 +26,9 @@ from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
+from superstep.engine.metrics.token_metrics import sees_part
 from superstep.engine.parallel.noise import find_held, find_place
 from superstep.engine.step_context import StepContext
-from superstep.engine.token_metrics import sees_part
 from superstep.engine.values.value_shapes import find_shapes
 from superstep.model.mixture.expert_dispatch import ExpertDispatch
 from superstep.model.unit import Fields, Source, UnitSpec, list_sources, takes_only_fields

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from superstep.comm.mesh import Mesh
 from superstep.engine.engine import Engine
+from superstep.engine.metrics.token_metrics import TokenMetrics
 from superstep.engine.step_context import StepContext
-from superstep.engine.token_metrics import TokenMetrics
 from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import ConfigError, Fault
 from superstep.model.unit import UnitSpec

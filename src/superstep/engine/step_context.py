@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from superstep.engine.instruction_timer import Recorder
-from superstep.engine.token_metrics import TokenMetrics
+from superstep.engine.metrics.token_metrics import TokenMetrics
 from superstep.engine.values.microbatch import Microbatch
 from superstep.launch.stop_request import StopRequest
 from superstep.program.instructions import Program

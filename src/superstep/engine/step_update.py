@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from superstep.engine.flat.rank_state import RankState
+from superstep.engine.metrics.token_metrics import WEIGHTS_MEND
 from superstep.engine.optimizer import Optimizer, OwnedRanges
 from superstep.engine.step_context import StepContext, StepResult
-from superstep.engine.token_metrics import WEIGHTS_MEND
 from superstep.errors import Fault
 from superstep.monitor.status_page import HeartbeatReceiver
 from superstep.numerics.fixed_point import OutOfRange, RangeExcess

@@ -16,8 +16,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from superstep.model.files.peft_adapter import scale_of
 from superstep.model.meta import on_meta
-from superstep.model.peft_adapter import scale_of
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.numerics.noise import CurrentNoise
 from superstep.plan.config import LoraConfig

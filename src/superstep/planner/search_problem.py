@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from superstep.cost.closed.efficiency import FITTED, Efficiency
 from superstep.hardware.cluster import Cluster
 from superstep.plan.config import Dtype, RunConfig
-from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.sizes.lookup import shape_of
 
 FIELDS = (
     "dp",

@@ -31,7 +31,7 @@ import numpy as np
 from superstep.cost.closed.parallel_degrees import RECOMPUTE, SCHEDULES
 from superstep.hardware.units import Array
 from superstep.plan.config import Schedule
-from superstep.plan.resolution.resolve import divisors
+from superstep.plan.resolution.fill_plan import divisors
 from superstep.plan.sharding.sequence import cp_of_heads, multiple
 from superstep.planner.plan_columns import CONTEXT, Plans
 from superstep.planner.search_problem import SearchProblem

@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from superstep.cost.program.flops import unit_parameters
-from superstep.plan.model.shape import SHAPES, ModelShape
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 LADDER = ("demo", "bench", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b", "llama3.1-405b")
 """Named sizes, smallest first."""

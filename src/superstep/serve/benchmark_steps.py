@@ -25,10 +25,11 @@ from superstep.hardware.serving_rate import ServingRate
 from superstep.launch.ranks import World, launch_apart
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import save_weights
+from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors, initial, parameters
 from superstep.plan.config import DeviceKind
-from superstep.plan.model.shape import SHAPES, ModelShape
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.runner.model_runner import follow
 from superstep.serve.config import ServeConfig, plan_of

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 
 from superstep.errors import ConfigError, StateError, did_you_mean
 from superstep.plan.config import DataConfig, Dtype, ModelConfig, NumericsConfig, PlanConfig, RunConfig
-from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import Resolved, resolve
 
 NGRAM = "ngram"

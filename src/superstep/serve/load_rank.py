@@ -17,7 +17,7 @@ from superstep.engine.exact.machine_check import require_exact
 from superstep.errors import ConfigError
 from superstep.hardware.host import cores
 from superstep.launch.ranks import World
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.numerics.dtypes import DTYPES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.compute.runner.choose_backend import ComputeSettings, choose

@@ -24,7 +24,7 @@ from typing import IO, Literal
 import torch
 
 from superstep.errors import ConfigError, DamagedCheckpoint, Fault, StateError, is_full
-from superstep.model.hf import FILE, INDEX
+from superstep.model.files.hf import FILE, INDEX
 from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import Manifest, StoredTensor
 from superstep.state.tensor_file import BLOCK_BYTES, FILES, size_of

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from superstep.errors import StateError, SuperstepError
-from superstep.model.hf import HfTensor, check_weights, open_weights
+from superstep.model.files.hf import HfTensor, check_weights, open_weights
 from superstep.state.all_or_none import Peers, together
 from superstep.state.tensor_piece import TensorPiece
 

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
-from superstep.model.hf import FILE, INDEX, open_weights
-from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.hf import FILE, INDEX, open_weights
+from superstep.model.files.peft_adapter import Adapter, linears_of, read_adapter
+from superstep.model.files.peft_config import CONFIG
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.serve.files.weights import version_of
 from superstep.train.weights.base_file import BASE, BaseWeights, read_base
 from superstep.train.weights.lora_base import require_same

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, ModelConfig, ProposedRun, RunConfig, TrainConfig
 from superstep.plan.config_io import build, literal, read_config, read_tables, write_fields
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.weights_folder import weights_of
 

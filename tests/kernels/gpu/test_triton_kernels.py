@@ -13,7 +13,7 @@ from superstep.kernels.gpu.rope import rope
 from superstep.kernels.gpu.swiglu import swiglu
 from superstep.model.rope import Rope
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Relative errors. The interpreter cuts bf16 off where a GPU rounds."""

@@ -10,7 +10,7 @@ from superstep.engine.layers.implementation import install
 from superstep.model.decoder import Block
 from superstep.model.rope import Rope
 from superstep.plan.config import ModelConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 
 ALLOWED = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
 """Relative errors."""

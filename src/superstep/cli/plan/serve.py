@@ -16,7 +16,7 @@ from superstep.errors import ConfigError, StateError
 from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.plan.config import RunConfig
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.ranking.plan_request import own_bytes
 from superstep.run.serving.served_model import find_model

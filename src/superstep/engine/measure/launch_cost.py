@@ -21,7 +21,7 @@ from superstep.engine.layers.implementation import Forward, install, replace_for
 from superstep.engine.measure.probe_kernels import CacheFlusher, TimingOptions
 from superstep.model.decoder import Block
 from superstep.model.rope import Rope
-from superstep.plan.model.shape import SHAPES
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 
 class _Counter(TorchDispatchMode):

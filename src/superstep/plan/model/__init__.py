@@ -1,1 +1,1 @@
-"""The numbers of a model: a model family's config.json, named sizes, the logical axes of its parameters."""
+"""The numbers of a model: a model family's config.json, the logical axes of its parameters."""

@@ -99,7 +99,7 @@ def from_hf_config(path: Path) -> ModelShape:
             "takes: 'deepseek_v2', 'kimi_k2'."
         )
     kind = kinds[kinds.index(model_type)]
-    if kind == "gpt_oss" and _is_mxfp4(raw.get("quantization_config")):  # ``model.mxfp4`` reads the weights
+    if kind == "gpt_oss" and _is_mxfp4(raw.get("quantization_config")):  # ``model.files.mxfp4`` reads the weights
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))

@@ -18,8 +18,8 @@ from typing import Any
 
 from superstep.plan.model.hf_families import ModelType
 from superstep.plan.model.json_reader import JsonKeys
-from superstep.plan.model.rope import RopeScaling
-from superstep.plan.model.shape import SHAPES, ModelShape
+from superstep.plan.model.rope import GPT_OSS_YARN, RopeScaling
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.style import GEMMA, GPT_OSS, LLAMA, OLMO, QWEN_NEXT, BlockStyle
 
 
@@ -137,7 +137,7 @@ STYLES: dict[ModelType, StyleRow] = {
         style=GPT_OSS,
         keys=(StyleKey("swiglu_limit", "gate_limit"), StyleKey("swiglu_alpha", "gate_slope")),
         full_every=2,
-        rope_scaling=SHAPES["gpt-oss-20b"].rope_scaling,
+        rope_scaling=GPT_OSS_YARN,
         qkv_bias=True,
     ),
 }

@@ -51,3 +51,14 @@ class YarnRope:
 
 
 RopeScaling = LinearRope | Llama3Rope | YarnRope
+
+
+GPT_OSS_YARN = YarnRope(
+    factor=32.0,
+    original_tokens=4096,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    attention_factor=1.3465735902799727,
+)
+"""Of gpt-oss's ``config.json`` files."""

@@ -7,10 +7,7 @@ from dataclasses import dataclass, replace
 
 from superstep.errors import ConfigError
 from superstep.plan.config import (
-    LOOPED,
-    ZERO_BUBBLE,
     Context,
-    PlanConfig,
     Recompute,
     RunConfig,
     Schedule,
@@ -18,10 +15,11 @@ from superstep.plan.config import (
 )
 from superstep.plan.mesh import FAMILIES, Family, MeshShape
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.lookup import shape_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.check_ranges import check_ranges
+from superstep.plan.resolution.fill_plan import fill_plan
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.resolution.trained_parameters import choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
@@ -36,7 +34,6 @@ from superstep.plan.sharding.edges import (
 )
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
-from superstep.plan.sharding.unit_flops import forward_flops_per_token
 from superstep.plan.skip_and_rollback import check_recompute
 from superstep.plan.zero import ZeroStage
 
@@ -181,10 +178,6 @@ class Resolved:
         return sum(math.prod(p.dims) for owned in self.outline.owned for p in owned if not p.is_frozen)
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def resolve(
     config: RunConfig, world: int | None = None, outline: Outline | None = None, *, is_priced: bool = False
 ) -> Resolved:
@@ -204,7 +197,7 @@ def resolve(
     check_ranges(config)
     outline = choose_trained(config, shape, outline)
     _check_data(config, shape)
-    config = replace(config, plan=_fill(config, outline, world, is_ours=shape is not None))
+    config = replace(config, plan=fill_plan(config, outline, world, is_ours=shape is not None))
     return Resolved(config=config, decoder=shape, outline=outline, plan=_check_plan(config, shape, outline))
 
 
@@ -226,7 +219,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
     if config.state.recompute_every is not None:
         check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
-    stages = stages_of(plan, _work(config, shape, outline))
+    stages = stages_of(config, shape, outline)
     placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks)
     taken = list_taken_values(len(outline.names), outline.inputs)
     require_no_return(outline.names, stages, placement, taken)
@@ -290,121 +283,3 @@ def _check_data(config: RunConfig, shape: ModelShape | None) -> None:
             f"model.weights = '{config.model.weights}' and no data.tokenizer: one that is trained on the corpus has "
             "ids that these weights do not know; set data.tokenizer to the tokenizer.json beside them."
         )
-
-
-def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
-    """The work of each unit's forward pass, for splitting units into stages; of a user's units, the elements that are
-    not looked up.
-    """
-    if shape is not None:
-        return forward_flops_per_token(shape, config.data.sequence_tokens)
-    return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
-
-
-def _fill(config: RunConfig, outline: Outline, world: int | None, *, is_ours: bool) -> PlanConfig:
-    plan = config.plan
-    plan = replace(plan, dp=_data_parallel(plan, world))
-    plan = replace(plan, schedule=_schedule(plan, len(outline.units) - 2, is_compiled=config.numerics.compile))
-    stages = plan.pp * plan.chunks
-    blocks = len(outline.units) - 2
-    if 1 < stages > blocks:
-        # Where even one rank cannot have so many chunks, it is the chunks that must come down.
-        field, other = ("pp", plan.chunks) if plan.chunks <= max(blocks, 1) else ("chunks", min(plan.pp, blocks))
-        has = f"model.layers = {blocks}"
-        if not is_ours:
-            has = f"the model has {blocks} unit{'' if blocks == 1 else 's'} between its first and its last"
-        raise ConfigError(
-            f"plan.pp · plan.chunks = {stages} stages need at least as many blocks, and {has}; set plan.{field} to one "
-            f"of {list(range(1, max(blocks // max(other, 1), 1) + 1))}."
-        )
-    plan = replace(plan, microbatch=_microbatch(plan, config.train.batch_sequences))
-    return replace(plan, microbatch_group=_group(plan, config.train.batch_sequences))
-
-
-def _schedule(plan: PlanConfig, layers: int, *, is_compiled: bool) -> Schedule:
-    schedule = plan.schedule or ("interleaved" if plan.chunks > 1 else "1f1b")
-    if plan.chunks > 1 and schedule not in (*LOOPED, "zb-v"):
-        raise ConfigError(
-            f"plan.schedule = '{schedule}' runs one stage on a rank, and plan.chunks = {plan.chunks}; set plan.chunks "
-            "to 1, or plan.schedule to 'interleaved' or 'breadth-first'."
-        )
-    if schedule == "zb-v" and (plan.chunks != 2 or layers < 2):
-        raise ConfigError(
-            f"plan.schedule = 'zb-v' runs two stages of a block or more on a rank, and plan.chunks = {plan.chunks}, "
-            f"model.layers = {layers}; set {'plan.chunks' if plan.chunks != 2 else 'model.layers'} to 2, or "
-            "choose another plan.schedule."
-        )
-    if is_compiled and schedule in ZERO_BUBBLE:
-        raise ConfigError(
-            f"plan.schedule = '{schedule}' takes the backward pass in two, and a compiled block (numerics.compile = "
-            "true) has it in one; set numerics.compile to false, or plan.schedule to "
-            f"'{'1f1b' if plan.chunks == 1 else 'interleaved'}'."
-        )
-    return schedule
-
-
-def _data_parallel(plan: PlanConfig, world: int | None) -> int:
-    others = plan.pp * plan.cp * plan.tp
-    if plan.dp is None:
-        if world is not None and world % others:
-            raise ConfigError(
-                f"plan.pp · plan.cp · plan.tp = {others} does not divide the {world} launched ranks; choose a product "
-                f"among {divisors(world)}."
-            )
-        return 1 if world is None else world // others
-    if world is not None and others * plan.dp != world:
-        raise ConfigError(
-            f"plan.pp · plan.dp · plan.cp · plan.tp = {others * plan.dp} ranks, and {world} are launched; "
-            "leave plan.dp out, or launch as many ranks as the plan has."
-        )
-    return plan.dp
-
-
-def _microbatch(plan: PlanConfig, batch: int) -> int:
-    assert plan.dp is not None
-    if batch % plan.dp:
-        raise ConfigError(
-            f"{setting_text('train.batch_sequences', batch)} does not split over plan.dp = {plan.dp}; set plan.dp to "
-            f"one of {divisors(batch)}, or train.batch_sequences to a multiple of {plan.dp}."
-        )
-    share = batch // plan.dp
-    if plan.microbatch is not None:
-        if share % plan.microbatch:
-            raise ConfigError(
-                f"plan.microbatch = {plan.microbatch} does not divide the {share} sequences of a "
-                f"data-parallel rank; set plan.microbatch to one of {divisors(share)}."
-            )
-        return plan.microbatch
-    wanted = 2 * plan.pp if plan.pp > 1 else 1
-    fits = [n for n in divisors(share) if share // n >= wanted and (share // n) % plan.pp == 0]
-    return fits[-1] if fits else 1
-
-
-def _group(plan: PlanConfig, batch: int) -> int | None:
-    assert plan.dp is not None
-    assert plan.microbatch is not None
-    m = batch // (plan.dp * plan.microbatch)
-    if plan.schedule not in LOOPED:
-        if plan.microbatch_group is not None:
-            raise ConfigError(
-                f"plan.microbatch_group = {plan.microbatch_group} has no meaning for plan.schedule = "
-                f"'{plan.schedule}'; leave it out, or choose 'interleaved' or 'breadth-first'."
-            )
-        return None
-    least = plan.pp if plan.chunks > 1 else 1
-    choices = [n for n in divisors(m) if n >= least]
-    if not choices:
-        raise ConfigError(
-            f"plan.pp = {plan.pp} with plan.chunks = {plan.chunks} needs at least as many microbatches, and there are "
-            f"{m}; set train.batch_sequences to a multiple of {plan.dp * plan.microbatch * plan.pp}, or lower "
-            "plan.microbatch or plan.pp."
-        )
-    if plan.microbatch_group is None:
-        # Interleaving keeps the fewest activations with the smallest group; breadth-first is one group.
-        return choices[0] if plan.schedule == "interleaved" else m
-    if plan.microbatch_group not in choices:
-        raise ConfigError(
-            f"plan.microbatch_group = {plan.microbatch_group} must divide the {m} microbatches and be at "
-            f"least {least}; set plan.microbatch_group to one of {choices}."
-        )
-    return plan.microbatch_group

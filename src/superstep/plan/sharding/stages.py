@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
 from superstep.errors import ConfigError
-from superstep.plan.config import PlanConfig, Schedule
+from superstep.plan.config import RunConfig, Schedule
+from superstep.plan.model.outline import Outline
+from superstep.plan.model.shape import ModelShape
+from superstep.plan.sharding.unit_flops import forward_flops_per_token
 
 
 def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
@@ -22,15 +26,18 @@ def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
     return tuple(range(pp)) * chunks
 
 
-def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def stages_of(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[tuple[int, ...], ...]:
     """The unit numbers of each stage: the plan's split, or the one whose largest stage has the least work.
 
     Args:
-        work: of each unit's forward pass.
+        config: with a filled plan.
+        shape: of the decoder; None for a user's model.
+        outline: of the model.
 
     Raises:
         ConfigError: the plan's numbers are not one for each stage, or do not add up to the units.
     """
+    plan, work = config.plan, _work(config, shape, outline)
     count = plan.pp * plan.chunks
     if plan.stages is None:
         return _runs(even_split(work, count))
@@ -41,6 +48,15 @@ def stages_of(plan: PlanConfig, work: Sequence[int]) -> tuple[tuple[int, ...], .
             f"plan.stages to {list(even_split(work, count))}."
         )
     return _runs(plan.stages)
+
+
+def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
+    """The work of each unit's forward pass, for splitting units into stages; of a user's units, the elements that are
+    not looked up.
+    """
+    if shape is not None:
+        return forward_flops_per_token(shape, config.data.sequence_tokens)
+    return tuple(sum(math.prod(p.dims) for p in unit.parameters if p.layer != "embedding") for unit in outline.units)
 
 
 def even_split(work: Sequence[int], stages: int) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from superstep.hardware.cluster import Cluster
 from superstep.hardware.cluster_file import cluster as cluster_of
 from superstep.plan.config import ZERO_BUBBLE, Dtype, ModelConfig, PlanConfig, RunConfig, StateConfig
 from superstep.plan.config_io import build, read_config
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.resolve import resolve
 from superstep.planner.search_problem import FIELDS, Rule, SearchProblem
 

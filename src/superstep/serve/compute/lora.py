@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.layers.implementation import replace_forward
-from superstep.model.peft_adapter import Adapter, linears_of, read_adapter
+from superstep.model.files.peft_adapter import Adapter, linears_of, read_adapter
 from superstep.serve.compute.flat_batch import RequestRows
 from superstep.serve.compute.lora_kernels import AdapterBatch, Additions, Factors, now_of
 from superstep.serve.compute.serving_model import ServedUnits

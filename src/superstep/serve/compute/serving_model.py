@@ -19,7 +19,7 @@ from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.errors import StateError
 from superstep.model.axes import units
 from superstep.model.decoder import Head
-from superstep.model.hf import HfTensor, Weights, check_weights
+from superstep.model.files.hf import HfTensor, Weights, check_weights
 from superstep.model.meta import on_meta
 from superstep.model.mixture.expert_dispatch import DispatchContext, ExpertDispatch, LocalDispatch
 from superstep.model.unit import ParamSpec, UnitSpec

@@ -34,7 +34,7 @@ from torch import Tensor
 from superstep.errors import StateError
 from superstep.hardware.host import cores
 from superstep.launch.temporary_folders import remove_unlocked
-from superstep.model.hf import FILE, HfTensor, Weights, open_weights
+from superstep.model.files.hf import FILE, HfTensor, Weights, open_weights
 from superstep.serve.files.reader import BackgroundReader
 from superstep.state.fsync import make_folder, sync, write_text
 from superstep.state.manifest import MANIFEST, read_manifest

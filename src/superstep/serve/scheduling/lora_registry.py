@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.peft_config import CONFIG
 from superstep.serve.scheduling.request import AdapterInfo
 
 WAIT_S = 1.0

@@ -16,8 +16,9 @@ from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.lookup import shape_of
-from superstep.plan.resolution.resolve import Resolved, divisors
+from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.resolution.fill_plan import divisors
+from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import resolve_config
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from superstep.model.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
+from superstep.model.files.peft_adapter import Adapter, LoraFactors, linears_of, write_adapter
 from superstep.plan.model.shape import ModelShape
 from superstep.serve.batch_generate import generate
 from superstep.serve.engine import InferenceEngine

@@ -17,7 +17,7 @@ import torch
 
 from superstep.model.axes import units
 from superstep.model.decoder import Decoder
-from superstep.model.hf import load_weights
+from superstep.model.files.hf import load_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.batch_generate import generate

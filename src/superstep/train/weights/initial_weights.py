@@ -7,7 +7,7 @@ from pathlib import Path
 
 from superstep.engine.engine import Engine
 from superstep.errors import ConfigError, StateError
-from superstep.model.hf import check_weights, open_weights
+from superstep.model.files.hf import check_weights, open_weights
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers, together
 from superstep.state.load_weights import fill

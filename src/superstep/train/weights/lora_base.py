@@ -12,9 +12,9 @@ from pathlib import Path
 
 from superstep.engine.engine import Engine
 from superstep.errors import StateError, SuperstepError
-from superstep.model.hf import open_weights
-from superstep.model.peft_adapter import config_text
-from superstep.model.peft_config import CONFIG
+from superstep.model.files.hf import open_weights
+from superstep.model.files.peft_adapter import config_text
+from superstep.model.files.peft_config import CONFIG
 from superstep.plan.resolution.lora import targets_of
 from superstep.plan.resolution.resolve import Resolved
 from superstep.serve.files.weights import digests, version_of

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from superstep.engine.engine import Engine
 from superstep.errors import Fault, disk_fault
-from superstep.model.hf import open_weights
+from superstep.model.files.hf import open_weights
 from superstep.serve.files.weights import KEEP, PublishedWeights, clean, give_name, open_unfinished
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint import save

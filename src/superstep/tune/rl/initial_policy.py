@@ -8,7 +8,7 @@ from pathlib import Path
 from superstep.data.tokenizer import load_tokenizer
 from superstep.errors import ConfigError
 from superstep.plan.config import ProposedRun, RunConfig
-from superstep.plan.model.lookup import shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.tune.recipe import RECIPE, refuse_own_loss, run_with, start_folder
 from superstep.tune.rl.config import USUAL_TOKENS, RlConfig, RlRecipe, RolloutConfig, check_rl, read_rl

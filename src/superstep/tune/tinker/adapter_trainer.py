@@ -13,7 +13,7 @@ from superstep.comm.device import Device
 from superstep.engine.incremental import PiecemealEngine
 from superstep.errors import DataError, Fault, StateError
 from superstep.launch.ranks import World
-from superstep.model.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
+from superstep.model.files.peft_adapter import A, Adapter, B, LoraFactors, write_adapter
 from superstep.plan.resolution.lora import PREFIX
 from superstep.state.checkpoint_dirs import checkpoints
 from superstep.state.load_weights import fill

@@ -13,7 +13,7 @@ from superstep.comm.collectives import from_first, stack_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.errors import ConfigError, UserError
-from superstep.model.peft_adapter import Adapter
+from superstep.model.files.peft_adapter import Adapter
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.runner.agreement import all_true, first_reason
 

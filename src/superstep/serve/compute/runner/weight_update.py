@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from superstep.errors import StateError
-from superstep.model.hf import Weights
+from superstep.model.files.hf import Weights
 from superstep.plan.model.hf_config import from_hf_config
 from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fused_linears import ValueOf

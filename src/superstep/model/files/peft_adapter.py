@@ -25,8 +25,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from superstep.errors import ConfigError, StateError
-from superstep.model.hf import require_regular
-from superstep.model.peft_config import CONFIG, AdapterConfig, read_config
+from superstep.model.files.hf import require_regular
+from superstep.model.files.peft_config import CONFIG, AdapterConfig, read_config
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.lora import ENDS, PREFIX

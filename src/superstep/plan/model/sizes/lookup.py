@@ -7,10 +7,11 @@ from pathlib import Path
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
-from superstep.plan.model import mla_models
 from superstep.plan.model.check_shape import check_shape, router_rule
 from superstep.plan.model.hf_config import from_hf_config, model_type, read_json
-from superstep.plan.model.shape import SHAPES, ModelShape, MoeShape
+from superstep.plan.model.shape import ModelShape, MoeShape
+from superstep.plan.model.sizes import mla_models
+from superstep.plan.model.sizes.named_sizes import SHAPES
 
 PRICED = mla_models.PRICED
 """Named sizes that are priced and not trained."""

@@ -5,7 +5,7 @@ folder/model.safetensors                           all tensors, or
 folder/model.safetensors.index.json                the file of each tensor, and
 folder/model-00001-of-00004.safetensors ...        those files
 
-Tensors in MXFP4 are read as bf16 (``model.mxfp4``), and never written.
+Tensors in MXFP4 are read as bf16 (``model.files.mxfp4``), and never written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import StateError
-from superstep.model.mxfp4 import with_mxfp4
+from superstep.model.files.mxfp4 import with_mxfp4
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.shape import ModelShape
 

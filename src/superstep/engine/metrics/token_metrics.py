@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superstep.comm.collectives import gather_sequence, sum_over
 from superstep.comm.mesh import Mesh
-from superstep.engine.further_loss import FurtherLoss
+from superstep.engine.metrics.further_loss import FurtherLoss
 from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import ConfigError, DataError
 from superstep.model.unit import UnitSpec

@@ -1,0 +1,1 @@
+"""Figures of a step beside its loss: of tokens, and of a second loss."""

@@ -1,0 +1,1 @@
+"""Weights and adapters in the files of Hugging Face and PEFT."""

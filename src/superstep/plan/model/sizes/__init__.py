@@ -1,0 +1,1 @@
+"""Sizes of published models, by name."""
