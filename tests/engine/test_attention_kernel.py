@@ -119,4 +119,5 @@ def test_tensors_of_a_gpu_go_to_tritons(monkeypatch):
         assert attention.attend(q, k, v, is_causal=True, starts_BS=starts)[0] is q
         given = attention.attend_backward(q, (q, k, v), q, q, is_causal=False)
         assert all(a is b for a, b in zip(given, (q, k, v), strict=True))
-    assert told == [{"is_causal": True, "starts": starts}, {"is_causal": False, "starts": None}]
+    keys = {"is_causal": True, "starts": starts, "bias": None}
+    assert told == [keys, {"is_causal": False, "starts": None, "bias": None}]

@@ -107,9 +107,9 @@ def _rope_in_bf16():
 def _one_block():
     """All keys of a text in one sum, as a kernel that is not told of blocks has them."""
 
-    def weights(rows, keys, hidden, soft_cap):
+    def weights(rows, keys, hidden, *_):
         scores = torch.bmm(rows, keys.transpose(1, 2)).mul_(rows.shape[-1] ** -0.5).masked_fill_(hidden, float("-inf"))
-        return scores.softmax(-1), torch.ones(()), None
+        return scores.softmax(-1), torch.ones(()), None, None
 
     return mock.patch.object(invariant_attention, "_weights", weights)
 

@@ -25,7 +25,7 @@ def list_taken_values(units: int, inputs: Sequence[Sequence[int]]) -> tuple[Valu
         inputs: for each unit, the units whose outputs it takes; empty for a chain.
     """
     if not inputs:
-        return ((), *((unit,) for unit in range(1, units)))
+        return ((), *((unit,) for unit in range(1, units)))[:units]
     return tuple(tuple(unit + 1 for unit in before) for before in inputs)
 
 

@@ -14,6 +14,7 @@ from superstep.engine.engine import Engine, StepResult
 from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World
+from superstep.model.unit import mark_frozen
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
@@ -93,9 +94,8 @@ class PolicyTrainer(Trainer):
         both share its memory, where each rank has it whole.
         """
         run = model_alone(self.run)
-        self._reference = Engine(
-            run, units_of(run), self._mesh, learns=False, heart=self.heart, temperature=self._temperature
-        )
+        units = mark_frozen(units_of(run), self.run.outline)  # as the base beside adapters
+        self._reference = Engine(run, units, self._mesh, learns=False, heart=self.heart, temperature=self._temperature)
         if self.run.config.lora is not None and not self._reference.is_cut:
             self._reference.share_frozen(self._engine)
         else:
