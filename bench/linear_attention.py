@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from bench.machine import machine_facts
+from bench.machine import write_result
 from bench.peers_common import random_batches
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
@@ -132,7 +132,9 @@ def _rank(rank: int, world: int, work: Work, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
     rule = time_rule(rank, world, work)
-    step = time_steps(run_of(world, work, Path(folder)), rank, work)
+    own = Path(folder, str(rank))  # each rank writes its configuration
+    own.mkdir()
+    step = time_steps(run_of(world, work, own), rank, work)
     if rank == 0:
         keys = ("rule_s", "rule_cpu_s", "step_s", "step_cpu_s")
         Path(folder, "seconds.json").write_text(json.dumps(dict(zip(keys, (*rule, *step), strict=True))), "utf-8")
@@ -149,8 +151,8 @@ def measure(world: int, work: Work) -> dict[str, float]:
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tokens", type=int, default=Work.tokens)
-    parser.add_argument("--steps", type=int, default=Work.steps)
+    parser.add_argument("--tokens", type=int, default=Work().tokens)
+    parser.add_argument("--steps", type=int, default=Work().steps)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path("bench/results/linear_attention.json"))
     args = parser.parse_args()
@@ -159,8 +161,7 @@ def main() -> int:
     shares = {kind: statistics.median(each["2"][kind] / each["1"][kind] for each in rounds) for kind in rounds[0]["1"]}
     print(f"two ranks take {shares['step_s']:.2f} of one rank's step, and {shares['rule_s']:.2f} of the rule's time")
     print(f"processor seconds of each: {shares['step_cpu_s']:.2f} of a step, {shares['rule_cpu_s']:.2f} of the rule")
-    facts = {"machine": machine_facts(), "work": asdict(work), "rounds": rounds, "shares": shares}
-    args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_result(args.json, work=asdict(work), rounds=rounds, shares=shares)
     return 0 if shares["step_s"] <= MOST_SHARE else 1
 
 

@@ -45,6 +45,11 @@ FIGURES: dict[str, Figure] = {
         "bench.vision --steps 1500",
         "2026-11-27",
     ),
+    "linear_attention.json": Figure(
+        "linear attention over two ranks compared with one, 8,192 tokens",
+        "bench.linear_attention --rounds 2",
+        "2026-11-27",
+    ),
     "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
     "waterfall.json": Figure("where a step's time goes", "bench.waterfall", "2026-11-23"),
     "kernels-amx.json": Figure(
