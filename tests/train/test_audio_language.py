@@ -1,7 +1,6 @@
 """The recipe of spoken languages: its samples and model, and the script that takes prompts out of packages."""
 
 import hashlib
-import importlib.util
 import io
 import json
 import lzma
@@ -13,33 +12,24 @@ import pytest
 import torch
 
 from prompts import PITCHES, write_prompts, write_wav
+from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
 from superstep.data.samples.noise import noise_of
 from superstep.data.samples.sample_file import check_pure, open_samples
 from superstep.plan.config import RunConfig
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 SMALL = ["--model.width", "32", "--model.heads", "2", "--model.layers", "1", "--train.batch-sequences", "4"]
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     write_prompts(tmp_path / "runs" / "prompts")
-    (tmp_path / "recipes").symlink_to(RECIPES)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return enter_folder(tmp_path, monkeypatch)
 
 
 def test_a_sample_is_another_part_of_a_long_prompt_in_each_epoch(here):
     check_pure(open_samples("recipes/audio_language.py"), seed=0)
-    recipe = load("audio_language")
+    recipe = load_recipe("audio_language")
     assert recipe.size("train", 0) == {"mel": 400, "target": 1}
     first, again, later = (recipe.sample("train", 0, noise_of(0, "train", epoch, 0))["mel"] for epoch in (0, 0, 1))
     assert torch.equal(first, again)
@@ -50,7 +40,7 @@ def test_a_sample_is_another_part_of_a_long_prompt_in_each_epoch(here):
 
 
 def test_the_encoder_sees_each_sample_as_if_it_stood_alone(here):
-    recipe = load("audio_language")
+    recipe = load_recipe("audio_language")
     stem, *blocks, classify = [unit.build() for unit in recipe.units(RunConfig())]
 
     def logits(samples):
@@ -100,7 +90,7 @@ def write_package(path, language):
 
 
 def test_prompts_come_out_of_packages(tmp_path, monkeypatch):
-    fetch = load("fetch_prompts")
+    fetch = load_recipe("fetch_prompts")
     packages = {language: tmp_path / fetch.NAME.format(language) for language in PITCHES}
     for language, path in packages.items():
         write_package(path, language)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import small
+from exact_bits import prove_run_bits, write_run_bits
 from longer import first_few, many_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
@@ -27,7 +28,6 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position
 from superstep.train.proof import prove_tolerance
-from superstep.train.proof.prove_exact import Relay, prove_exact, write_bits
 from superstep.train.proof.prove_tolerance import prove, write_reference
 from superstep.train.weights.model import tensors_of, units_of
 
@@ -153,22 +153,6 @@ def exact(compute, **plan):
     )
 
 
-def _exact_batches():
-    return small.batches(packed=False, tokens=TOKENS)
-
-
-def _write_bits(rank, world, run, folder):
-    return str(write_bits(World(rank, world, Device("cpu")), run, _exact_batches(), Path(folder), stop=1))
-
-
-def _prove_bits(rank, world, cases, root):
-    verdicts = []
-    for number, (run, folder) in enumerate(cases):
-        relay = Relay(take=Path(folder) / "checkpoint", leave=Path(root) / f"{world}-{number}", step=1)
-        verdicts.append(prove_exact(World(rank, world, Device("cpu")), run, _exact_batches(), Path(folder), relay))
-    return verdicts
-
-
 @pytest.fixture(scope="module")
 def bits(pool, tmp_path_factory):
     """The folder of one rank's bits, of each dtype, number of layers, microbatch, and what is frozen."""
@@ -179,7 +163,7 @@ def bits(pool, tmp_path_factory):
         if key not in folders:
             folders[key] = str(tmp_path_factory.mktemp("bits"))
             alone = replace(run.config, plan=replace(config().plan, microbatch=run.plan.microbatch))
-            pool.run(1, _write_bits, resolve(alone), folders[key])
+            pool.run(1, write_run_bits, resolve(alone), folders[key])
         return folders[key]
 
     return folder
@@ -189,7 +173,7 @@ def bits(pool, tmp_path_factory):
 def test_exact_mode_has_the_same_bits_on_every_layout(pool, bits, tmp_path, world):
     runs = [(compute, exact(compute, **plan)) for compute, plan in EXACT[world]]
     cases = [(run, bits(compute, run)) for compute, run in runs]
-    verdicts = pool.run(world, _prove_bits, cases, str(tmp_path), timeout_s=400)[0]
+    verdicts = pool.run(world, prove_run_bits, cases, str(tmp_path), timeout_s=400)[0]
     for (compute, plan), verdict in zip(EXACT[world], verdicts, strict=True):
         told = [d.describe() for d in (verdict.first, verdict.first_resumed) if d]
         assert verdict.is_proven, (compute, plan, told)

