@@ -18,8 +18,10 @@ from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
+from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
+from superstep.model.unit import UnitGraph
 from superstep.plan.config import (
     FreezeConfig,
     NumericsConfig,
@@ -34,6 +36,7 @@ from superstep.program.compile import compile_step
 from superstep.program.text import describe, read_program, write_program
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_tolerance import prove, write_reference
+from superstep.train.proof.reference import unit_steps
 
 
 class Pair(nn.Module):
@@ -59,10 +62,10 @@ PHASES = {"judge": (3, 4), "fool": (0, 1)}
 def gan(phases=PHASES, losses=None):
     torch.manual_seed(3)
     modules = [
-        nn.Sequential(nn.Linear(6, 16), nn.GELU()),
+        nn.Sequential(nn.Linear(6, 16, bias=False), BatchNorm(16, 4), nn.GELU()),
         nn.Sequential(nn.Linear(16, 16), nn.Unflatten(1, (1, 4, 4))),
         Pair(),
-        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), nn.GELU()),
+        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), BatchNorm(2, 4), nn.GELU()),
         nn.Sequential(nn.Linear(12, 1), nn.Flatten()),
     ]
     losses = {"judge": judge, "fool": fool} if losses is None else losses
@@ -74,17 +77,17 @@ def batches():
 
     def batch():
         fields = {
-            "latents": torch.randn(8, 6, generator=generator),
-            "pixels": torch.randn(8, 1, 4, 4, generator=generator),
+            "latents": torch.randn(16, 6, generator=generator),
+            "pixels": torch.randn(16, 1, 4, 4, generator=generator),
         }
-        return Batch(fields, torch.zeros(8, dtype=torch.long), 8, reads="latents")
+        return Batch(fields, torch.zeros(16, dtype=torch.long), 16, reads="latents")
 
     return batch(), batch()
 
 
 def run_of(*, specs=None, **plan):
     config = RunConfig(
-        train=TrainConfig(batch_sequences=8, warmup_steps=1, steps=10, lr=1e-3),
+        train=TrainConfig(batch_sequences=16, warmup_steps=1, steps=10, lr=1e-3),
         plan=PlanConfig(**plan),
         numerics=NumericsConfig(compute="fp32"),
     )
@@ -92,15 +95,15 @@ def run_of(*, specs=None, **plan):
 
 
 LAYOUTS = {
-    1: [{}, {"microbatch": 2, "recompute": "full"}],
+    1: [{}, {"microbatch": 4, "recompute": "full"}],
     2: [
         {"dp": 2, "zero": 1},
-        {"dp": 2, "zero": 2, "microbatch": 2},
-        {"dp": 2, "zero": 3, "microbatch": 2},
-        {"pp": 2, "microbatch": 2},
-        {"pp": 2, "microbatch": 2, "schedule": "zb-h1"},
+        {"dp": 2, "zero": 2, "microbatch": 4},
+        {"dp": 2, "zero": 3, "microbatch": 4},
+        {"pp": 2, "microbatch": 4},
+        {"pp": 2, "microbatch": 4, "schedule": "zb-h1"},
     ],
-    4: [{"dp": 2, "pp": 2, "zero": 3, "microbatch": 2}],
+    4: [{"dp": 2, "pp": 2, "zero": 3, "microbatch": 4}],
 }
 
 
@@ -153,8 +156,20 @@ def test_a_discriminator_that_moves_in_the_generators_phase_is_named(pool, refer
     assert first.name == "3.1.weight"
 
 
+def test_a_batch_norm_normalises_by_its_group_in_each_phase_and_its_statistics_move_in_its_own_alone():
+    """As torch's train mode does, in which the generator stays while the discriminator is trained."""
+    config = run_of().config.train
+    (step,) = unit_steps(gan(), config, batches()[:1])
+    norm = nn.BatchNorm1d(16)
+    first, *_ = UnitGraph(gan(), 0).units
+    for rows in batches()[0].fields["latents"].split(4):
+        norm(first[0](rows))
+    torch.testing.assert_close(step.weights["0.1.running_mean"], norm.running_mean)
+    torch.testing.assert_close(step.weights["0.1.running_var"], norm.running_var)
+
+
 def test_the_program_of_a_phase_goes_back_to_what_it_trains_and_no_further():
-    first, second = map(compile_step, run_of(microbatch=8).plan.list_phases())
+    first, second = map(compile_step, run_of(microbatch=16).plan.list_phases())
     assert [describe(i) for i in first.ranks[0]] == [
         "forward u0 m0 keep=nothing", "forward u1 m0 keep=nothing", "forward u2 m0 keep=nothing",
         "forward u3 m0 keep=all", "forward u4 m0 keep=all", "backward u4 m0", "backward u3 m0", "step",
@@ -185,8 +200,8 @@ def test_phases_that_cannot_be_are_refused(changes, message):
 
 def test_a_tensor_is_trained_in_one_phase():
     first, *others = gan()
-    shared = replace(others[-1], params={**others[-1].params, "0.bias": first.params["0.bias"]})
-    with pytest.raises(ConfigError, match=r"'0.0.bias' (is trained in the phases|.*)"):
+    shared = replace(others[-1], params={**others[-1].params, "0.weight": first.params["0.weight"]})
+    with pytest.raises(ConfigError, match=r"'0.0.weight' (is trained in the phases|.*)"):
         run_of(specs=(first, *others[:-1], shared))
 
 

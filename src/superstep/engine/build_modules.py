@@ -25,6 +25,7 @@ from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
 from superstep.engine.parallel.tensor import own_part
 from superstep.kernels.cross_entropy import apply_temperature
+from superstep.model.by_place.batch_norm import freeze_statistics
 from superstep.model.by_place.dropout import run_with_noise
 from superstep.model.decoder import Head
 from superstep.model.meta import on_meta
@@ -48,6 +49,7 @@ def build_module(spec: UnitSpec, params: Mapping[str, nn.Parameter], context: La
     for local in spec.params:
         path, _, leaf = local.rpartition(".")
         setattr(module.get_submodule(path), leaf, params[local])
+    freeze_statistics(module, [local for local, param in spec.params.items() if param.is_frozen])
     chosen = install_layers(module, spec, context)
     if context.is_compiled:
         module.compile(dynamic=False)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from superstep.model.by_place.batch_norm import freeze_statistics
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, SamplePlace
@@ -239,6 +240,7 @@ class UnitGraph(nn.Module):
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
         for unit, module in zip(units, self.units, strict=True):
+            freeze_statistics(module, [local for local, spec in unit.params.items() if spec.is_frozen])
             for local, spec in unit.params.items():
                 path, _, leaf = local.rpartition(".")
                 _, param = self.parts.setdefault(spec.name, (spec, module.get_parameter(local)))

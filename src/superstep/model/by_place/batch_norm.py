@@ -10,11 +10,14 @@ group is the whole batch, this is torch's batch norm.
 With K groups a step adds  Σ momentum (1 - momentum)^(K-1-k) (s_k - r)  to a running statistic r. That is a sum over the
 groups, as a gradient is: so statistics are parameters of which this sum is the gradient, and the update adds it. They
 are reduced, sharded, saved and recovered as the others are.
+
+A batch norm that another phase of the step trains normalises by the groups' statistics too, as torch's train mode does,
+and its running ones stay as they are. One that ``[freeze]`` names normalises by the running ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +36,18 @@ def is_statistic(module: nn.Module, local: str) -> bool:
     return leaf in STATISTICS and isinstance(module.get_submodule(path), BatchNorm)
 
 
+def freeze_statistics(module: nn.Module, frozen: Iterable[str]) -> None:
+    """Let batch norms normalise by their running statistics in training too.
+
+    Args:
+        module: has them.
+        frozen: names there of the parameters that a run does not train.
+    """
+    for path, _, leaf in (local.rpartition(".") for local in frozen):
+        if leaf == STATISTICS[0] and isinstance(layer := module.get_submodule(path), BatchNorm):
+            layer.is_frozen = True
+
+
 class BatchNorm(nn.Module):
     """Batch norm of [B, channels, ...], samples first.
 
@@ -41,16 +56,19 @@ class BatchNorm(nn.Module):
         group: samples that are normalised together.
         eps: added to the variance.
         momentum: the share of a group's statistics in the running ones.
+
+    Attributes:
+        is_frozen: whether the running statistics normalise in training too.
     """
 
     def __init__(self, channels: int, group: int, *, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
-        self.group, self.eps, self.momentum = group, eps, momentum
+        self.group, self.eps, self.momentum, self.is_frozen = group, eps, momentum, False
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
         self.running_mean, self.running_var = nn.Parameter(torch.zeros(channels)), nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor, place: SamplePlace = EVALUATION) -> Tensor:
-        """Normalise by the groups' statistics in training, and by the running ones else, or where these are frozen.
+        """Normalise by the groups' statistics in training, and by the running ones else, or where they are frozen.
 
         Args:
             x: [B, channels, ...].
@@ -60,7 +78,7 @@ class BatchNorm(nn.Module):
             ConfigError: in training, a group is not whole.
         """
         scale, shift = self.weight.float(), self.bias.float()
-        if not (place.is_training and self.running_mean.requires_grad):
+        if self.is_frozen or not place.is_training:
             running = self.running_mean.detach().float(), self.running_var.detach().float()
             return F.batch_norm(x, *running, scale, shift, training=False, eps=self.eps)
         if x.is_meta:  # one row, for its shape
