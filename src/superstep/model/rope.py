@@ -60,7 +60,7 @@ class Rope:
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine, [..., S, 1, H], computed in fp32 and rounded once to ``dtype``."""
-        angle = positions[..., None].float() * self._frequencies(positions.device)
+        angle = self._angles(positions)
         cos, sin = angle.cos() * self.scale, angle.sin() * self.scale
         cos, signed = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cos.to(dtype).unsqueeze(-2), signed.to(dtype).unsqueeze(-2)
@@ -84,6 +84,10 @@ class Rope:
             with torch.inference_mode(mode=False):
                 made[dtype] = self.tables(positions, dtype)
         return made[dtype]
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """The angle of each pair, [..., S, H/2], fp32."""
+        return positions[..., None].float() * self._frequencies(positions.device)
 
     def _frequencies(self, device: torch.device) -> Tensor:
         """Radians a position, [H/2], fp32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Counts = Literal["tokens", "samples", "targets"]
 """What a run counts: tokens of text, samples if each has one target, or else the targets of samples."""
@@ -34,6 +34,13 @@ class Field:
         return f"{self.dtype} {list(self.dims)}"
 
 
+class Placeholder(NamedTuple):
+    """A token that stands for rows of another field, of which an encoder makes one row of the stream."""
+
+    token: int
+    rows: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFields:
     """The fields of a run's samples, and so of the rows of a batch.
@@ -46,11 +53,13 @@ class SampleFields:
         fields: of a sample; of a ragged one the first dim is the capacity of a row.
         reads: the field that the first unit reads.
         capacities: the first dim of a row, by field; empty where each row is one sample.
+        placeholders: the tokens that stand for rows of a field, by field.
     """
 
     fields: tuple[Field, ...]
     reads: str
     capacities: Mapping[str, int] = field(default_factory=dict)
+    placeholders: Mapping[str, Placeholder] = field(default_factory=dict)
 
     @property
     def inputs(self) -> Iterator[Field]:

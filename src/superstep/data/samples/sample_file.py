@@ -5,7 +5,8 @@
     INPUT = "pixels"                         the field that the first unit reads, where there are several
 
 Both are functions of their arguments alone. All samples of a run have the same fields, of the same shapes, unless the
-file has CAPACITY and ``size(split, index)``: then the first dim of a field may be any (``ragged_rows``).
+file has CAPACITY and ``size(split, index)``: then the first dim of a field may be any (``ragged_rows``). With
+PLACEHOLDERS some tokens stand for rows of another field (``placeholders``).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from superstep.data.batch import SPLITS, TOKENS, SplitName
 from superstep.data.samples.noise import noise_of
+from superstep.data.samples.placeholders import NAME as PLACEHOLDERS
+from superstep.data.samples.placeholders import check_placeholders, find_placeholders
 from superstep.data.samples.ragged_rows import Sizes, as_field, check_ragged, check_sizes, find_row_fields
 from superstep.errors import DataError, did_you_mean
 from superstep.numerics.loss import IGNORE
@@ -72,6 +75,7 @@ class SampleFile:
         counted = int((sample[TARGET] != IGNORE).sum())
         if self.size is not None:
             check_ragged(sample, self.measure(split, index), self.fields, counted, where)
+            check_placeholders(sample, self.fields, where)
             return sample
         for wanted in self.fields.fields:
             given = as_field(wanted.name, sample[wanted.name])
@@ -134,6 +138,7 @@ def open_samples(source: str | Path) -> SampleFile:
     if "CAPACITY" in names:
         size = names.get("size")
         whole = find_row_fields(whole, size, names["CAPACITY"], f"data.source: {path}")
+    whole = find_placeholders(whole, names.get(PLACEHOLDERS), f"data.source: {path}")
     return SampleFile(path=path, lengths=lengths, fields=whole, function=names["sample"], size=size)
 
 

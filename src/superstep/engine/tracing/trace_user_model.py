@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,9 +74,9 @@ def rehearse(
         module = _cut_module(spec, resolved, is_first=takes_only_fields(sources), where=where)
         attended: list[int] = []
 
-        def attend(q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, lengths: list[int] = attended) -> Tensor:
+        def attend(q_BSNH: Tensor, *others: Any, lengths: list[int] = attended) -> Tensor:  # noqa: ANN401
             lengths.append(q_BSNH.shape[1])
-            return flash(q_BSNH, k_BSKH, v_BSKH)
+            return flash(q_BSNH, *others)
 
         given = {name: {**GIVEN, "attend": attend}[name] for name in spec.takes}
         try:

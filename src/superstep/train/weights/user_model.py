@@ -10,14 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from superstep.data.samples.placeholders import require_placeholders
 from superstep.data.samples.sample_file import open_samples
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import outline_of, pass_through
+from superstep.model.custom.inspect import build, outline_of, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.custom.user_model import load_units
 from superstep.model.decoder import flash
+from superstep.model.multimodal.place_rows import EmbeddingWithRows
 from superstep.model.unit import GIVEN, Fields, UnitSpec
 from superstep.plan.config import RunConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
@@ -52,6 +54,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     else:
         _check_targets(source, specs[-1], run.samples, between[-1].shape)
         _check_ragged(source, specs, rows, run.samples)
+        _check_encoders(source, specs, run.samples)
     if config.data.is_masked:
         _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
@@ -114,6 +117,14 @@ def _check_ragged(source: str, specs: Sequence[UnitSpec], rows: Fields, samples:
     given = {**GIVEN, "attend": attend, "positions": torch.empty(1, places, dtype=torch.long, device="meta")}
     where = f"{source}, with attention and positions within the samples of the target's {places} places"
     pass_through(specs, rows, torch.float32, where, given)
+
+
+def _check_encoders(source: str, specs: Sequence[UnitSpec], samples: SampleFields) -> None:
+    """Check that the model reads its encoders at the tokens that the samples have for them."""
+    for spec in specs:
+        module = build(spec, source)
+        if isinstance(module, EmbeddingWithRows):
+            require_placeholders(module.tokens, samples, f"{source}: unit '{spec.name}'")
 
 
 def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:

@@ -1,0 +1,1 @@
+"""Shapes of models that read more than text, and their Hugging Face files."""

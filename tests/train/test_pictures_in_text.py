@@ -1,0 +1,69 @@
+"""Runs on text, pictures and both: an encoder's rows at the places of their tokens, on every layout."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from picture_samples import SAMPLES, write_pictures
+from superstep.cli.main import main
+from superstep.model.multimodal.place_rows import place_rows
+
+
+@pytest.fixture(params=[(), (0, 1)], ids=["chain", "deepstack"])
+def here(request, tmp_path, monkeypatch):
+    write_pictures(tmp_path, deepstack=request.param)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weights(folder):
+    return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
+
+
+def test_each_token_takes_the_row_of_its_number():
+    x, rows = torch.zeros(2, 5, 3), torch.arange(1, 13).view(2, 2, 3).float().requires_grad_()
+    is_place = torch.tensor([[False, True, False, True, False], [True, False, False, False, False]])
+    out = place_rows(x, rows, is_place)
+    assert out[..., 0].tolist() == [[0, 1, 0, 4, 0], [7, 0, 0, 0, 0]]
+    out.sum().backward()
+    assert rows.grad[..., 0].tolist() == [[1, 1], [1, 0]]  # the second row of the second is padding
+
+
+def test_every_layout_has_the_same_bits(here, capfd):
+    assert main(["prove", "run.toml", "--exact", "--all", "--world", "4"]) == 0
+    assert " 0 with other bits" in capfd.readouterr().out
+
+
+def test_tensor_parallel_ranks_share_encoder_and_decoder(here, capfd):
+    tp = ["--plan.tp", "2", "--plan.dp", "1", "--plan.zero", "0", "--plan.sequence-parallel", "false"]
+    assert main(["prove", "run.toml", *tp]) == 0
+    assert "PROVEN: tp=2" in capfd.readouterr().out
+
+
+def test_a_run_goes_on_with_the_same_bits(here):
+    assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
+    shutil.copytree("whole", "run")
+    shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
+    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
+    assert weights("run") == weights("whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "flags", "says"),
+    [
+        (("token=PICTURE", "token=29"), [], "encoders at the tokens [29], and the samples' PLACEHOLDERS has [30]"),
+        (("PLACEHOLDERS = ", "HOLDERS = "), [], "encoders at the tokens [30], and the samples' PLACEHOLDERS has []"),
+        (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
+        (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, monkeypatch, capfd, change, flags, says):
+    monkeypatch.chdir(tmp_path)
+    write_pictures(tmp_path, SAMPLES.replace(*change), deepstack=(0, 1))
+    assert main(["prove", "run.toml", "--plan.dp", "1", "--plan.zero", "0", *flags]) == 2
+    err = capfd.readouterr().err
+    assert says in err
+    assert re.fullmatch(r"superstep: [^\n]+\n", err)
