@@ -294,7 +294,8 @@ def beside_peers(
         return Driven(size.run(**how), World(0, 1, device)).step  # type: ignore[arg-type]
 
     def theirs(*, is_compiled: bool) -> gpu_train.Step:
-        return gpu_train.TransformersSide(device, settings, text, size.microbatch, is_compiled=is_compiled)
+        config = gpu_train.llama_config(settings, size.tokens)
+        return gpu_train.TransformersSide(device, config, text, size.microbatch, is_compiled=is_compiled)
 
     makes: dict[str, Callable[[], gpu_train.Step]] = {
         "superstep": ours,

@@ -1,8 +1,8 @@
-"""A training step on one GPU beside transformers' model in plain PyTorch: a piece of ``bench.gpu``.
+"""A training step beside transformers' model in plain PyTorch: for ``bench.gpu`` and ``bench.families``.
 
 Both train the same decoder in bf16 with fp32 master weights, fused AdamW and clipping, on the same random tokens. The
-peer is ``LlamaForCausalLM`` under autocast, as its users run it: eager and by ``torch.compile``, with torch's fused
-attention. Sides run in turn, a step each; a ratio is of one round. The peak is the most that a side held in its own
+peer runs under autocast, as its users run it: eager and by ``torch.compile``, with torch's fused attention where the
+model has it. Sides run in turn, a step each; a ratio is of one round. The peak is the most that a side held in its own
 steps, above what the others hold.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from superstep.comm.device import Device
 
@@ -36,27 +36,39 @@ SIDES = (
 """All that can be measured, ours first."""
 
 
+def llama_config(settings: dict[str, int], tokens: int) -> PreTrainedConfig:
+    """The configuration of a Llama of these sizes."""
+    return LlamaConfig(
+        num_hidden_layers=settings["layers"],
+        hidden_size=settings["width"],
+        num_attention_heads=settings["heads"],
+        num_key_value_heads=settings["kv_heads"],
+        head_dim=settings["head_dim"],
+        intermediate_size=settings["ffn"],
+        vocab_size=settings["vocab"],
+        max_position_embeddings=tokens,
+        tie_word_embeddings=True,
+    )
+
+
 class TransformersSide:
     """The peer: a step over microbatches with accumulated gradients."""
 
     def __init__(
-        self, device: Device, settings: dict[str, int], text_BS: Tensor, microbatch: int, *, is_compiled: bool
+        self,
+        device: Device,
+        config: PreTrainedConfig,
+        text_BS: Tensor,
+        microbatch: int,
+        *,
+        is_compiled: bool,
+        attention: str | None = "sdpa",
     ) -> None:
         torch.manual_seed(0)
-        config = LlamaConfig(
-            num_hidden_layers=settings["layers"],
-            hidden_size=settings["width"],
-            num_attention_heads=settings["heads"],
-            num_key_value_heads=settings["kv_heads"],
-            head_dim=settings["head_dim"],
-            intermediate_size=settings["ffn"],
-            vocab_size=settings["vocab"],
-            max_position_embeddings=text_BS.shape[1],
-            tie_word_embeddings=True,
-            attn_implementation="sdpa",
-        )
         with device.torch:
-            self._model = LlamaForCausalLM(config)
+            self._model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention
+            ).train()
         self._run = torch.compile(self._model) if is_compiled else self._model
         decays = [p for p in self._model.parameters() if p.ndim > 1]
         others = [p for p in self._model.parameters() if p.ndim <= 1]

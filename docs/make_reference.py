@@ -35,7 +35,6 @@ from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanC
 from superstep.plan.config_io import section_of, table_entry
 from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
 from superstep.plan.model.sizes import mla_models
-from superstep.plan.model.sizes.lookup import PRICED
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
@@ -172,8 +171,7 @@ def configuration() -> str:
         "## A Hugging Face config.json",
         "`model.name` may be the path of a `config.json` of one of these types. A key that the file leaves out has "
         "the default of transformers. A file is refused if only some of its blocks have experts. `superstep plan` "
-        f"prices {_named(PRICED)} and files of the types "
-        f"{_named(mla_models.KINDS)}, but Superstep cannot train them yet. Models "
+        f"prices files of the type `{mla_models.KIND}`, but Superstep cannot train them yet. Models "
         "with layers of a state space, of recurrences or of convolutions alone can be neither "
         "priced nor trained; their files are refused by name.",
         table(("model_type", "models", "in addition to Llama"), _FAMILIES),
@@ -237,8 +235,9 @@ _FAMILIES = [
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     (
         "`deepseek_v3`",
-        "DeepSeek-V3",
-        "latent attention; experts by sigmoid scores in groups, balanced by a bias; shared experts; dense first layers",
+        "DeepSeek-V3, and Kimi K2, whose file says `kimi_k2`",
+        "latent attention; experts by sigmoid scores in groups, balanced by a bias; shared experts; dense first "
+        "layers; FP8 is read",
     ),
     (
         "`gpt_oss`",

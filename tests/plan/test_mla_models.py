@@ -14,7 +14,7 @@ from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.sizes.lookup import PRICED, shape_of
+from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import resolve
 
@@ -32,11 +32,22 @@ DEEPSEEK = {
     },
 }  # fmt: skip
 OLDER = DEEPSEEK | {"model_type": "deepseek_v2"}
+KIMI = DEEPSEEK | {  # moonshotai/Kimi-K2-Base
+    "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 64,
+    "num_key_value_heads": 64, "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163840,
+    "max_position_embeddings": 131072, "rope_theta": 50000.0, "num_nextn_predict_layers": 0, "topk_group": 1,
+    "n_group": 1, "routed_scaling_factor": 2.827, "aux_loss_alpha": 0.001, "seq_aux": True,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "rope_scaling": DEEPSEEK["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "published", "active"), [("deepseek-v3", 671e9, 37e9), ("kimi-k2", 1.03e12, 32e9)])
 def test_a_models_parameters_are_those_that_were_published(name, published, active):
-    shape = shape_of(ModelConfig(name=name), is_priced=True)
+    shape = shape_of(ModelConfig(name=name))
     outline = outline_of(shape)
     numel = parameters(shape)
     assert numel == pytest.approx(published, rel=0.005)
@@ -58,10 +69,18 @@ def test_the_first_layers_have_a_feed_forward_of_their_own():
     assert any("experts" in each.name for each in outline.units[4].parameters)
 
 
-def test_a_config_json_is_read_as_the_named_model(tmp_path):
+@pytest.mark.parametrize(("file", "name"), [(DEEPSEEK, "deepseek-v3"), (KIMI, "kimi-k2")], ids=["deepseek", "kimi"])
+def test_a_config_json_is_read_as_the_named_model(tmp_path, file, name):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(DEEPSEEK))
-    assert shape_of(ModelConfig(name=str(path))) == SHAPES["deepseek-v3"]
+    path.write_text(json.dumps(file))
+    assert shape_of(ModelConfig(name=str(path))) == SHAPES[name]
+
+
+def test_weights_in_other_blocks_of_fp8_are_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(KIMI | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 128]}}))
+    with pytest.raises(ConfigError, match=r"quantization_config = .* is not supported; it must be null"):
+        shape_of(ModelConfig(name=str(path)))
 
 
 def test_an_older_kind_is_read_as_well(tmp_path):
@@ -95,14 +114,18 @@ def test_what_no_formula_has_is_refused(tmp_path, change, words):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_nothing_but_a_price_takes_such_a_model():
+def test_nothing_but_a_price_takes_such_a_model(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(OLDER))
     run = RunConfig(
-        model=ModelConfig(name="kimi-k2"),
+        model=ModelConfig(name=str(path)),
         data=DataConfig(sequence_tokens=4096),
         train=TrainConfig(batch_sequences=64),
         plan=PlanConfig(dp=8, tp=2, pp=2, ep=8),
     )
     with pytest.raises(ConfigError, match="can price but Superstep cannot train yet") as caught:
         resolve(run)
-    assert "model.name = 'kimi-k2'" in str(caught.value)
-    assert resolve(run, is_priced=True).outline.numel == parameters(PRICED["kimi-k2"])
+    assert f"model.name = '{path}'" in str(caught.value)
+    assert "'qwen3-30b-a3b'" in str(caught.value)
+    resolved = resolve(run, is_priced=True)
+    assert resolved.outline.numel == parameters(resolved.shape)

@@ -315,6 +315,13 @@ HF: list[tuple[dict[str, object], str]] = [
     ({"model_type": "superstep_moe", "architectures": None, "qk_norm": False, "moe": {"experts": 2}}, "does not name"),
 ]
 
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 512,
+}  # fmt: skip
+
 
 def hf_file(tmp_path: Path, **changes: object) -> Path:
     path = tmp_path / "config.json"
@@ -364,8 +371,10 @@ def test_no_refusal_is_without_a_test(tmp_path):
     attempts.append(lambda: read_config(tmp_path / "none.toml"))
     attempts += [lambda values=v, units=u: resolve(config_of(**values), outline=units) for v, u, _ in OWN]
     attempts.append(lambda: resolve(RunConfig(), outline=outline()).shape)
-    # Of a model that is priced alone.
-    attempts.append(lambda: shape_of(ModelConfig(name="kimi-k2", layers=1), is_priced=True))
+    attempts.append(lambda: shape_of(ModelConfig(name="kimi-k2", layers=1)))
+    priced = tmp_path / "priced.json"
+    priced.write_text(json.dumps(DEEPSEEK_V2), encoding="utf-8")
+    attempts.append(lambda: shape_of(ModelConfig(name=str(priced))))
     for k, (changes, _) in enumerate(HF):
         folder = tmp_path / str(k)
         folder.mkdir()

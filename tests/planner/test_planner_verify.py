@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
@@ -38,6 +39,12 @@ GRID = {
     "narrow links": problem_of("llama3.2-1b", chips=8, batch=32, sequence=2048, domain=2),
     "experts": problem_of("qwen3-30b-a3b", chips=8, batch=16, sequence=2048, chip="H100", layers=8),
 }
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "hidden_size": 2048, "intermediate_size": 8192, "moe_intermediate_size": 1024,
+    "num_hidden_layers": 5, "num_attention_heads": 16, "n_routed_experts": 16, "n_shared_experts": 1,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "q_lora_rank": 512, "kv_lora_rank": 256,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 32000,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", GRID)
@@ -107,8 +114,10 @@ def test_slower_links_show_in_the_program(monkeypatch):
     assert float(after.parts.compute_s) == pytest.approx(float(before.parts.compute_s))
 
 
-def test_a_model_that_is_not_trained_here_keeps_its_closed_form():
-    side = side_of(problem_of("kimi-k2", chips=16, batch=32, sequence=2048, chip="H200", layers=5, experts=16))
+def test_a_model_that_is_not_trained_here_keeps_its_closed_form(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEEPSEEK_V2))
+    side = side_of(problem_of(str(path), chips=16, batch=32, sequence=2048, chip="H200"))
     found = search([side], keep=1).best[0]
     plan = verify(found)
     assert not plan.is_simulated

@@ -5,7 +5,7 @@ folder/model.safetensors                           all tensors, or
 folder/model.safetensors.index.json                the file of each tensor, and
 folder/model-00001-of-00004.safetensors ...        those files
 
-Tensors in MXFP4 are read as bf16 (``model.files.mxfp4``), and never written.
+Tensors in MXFP4 or FP8 are read as plain numbers (``model.files.mxfp4``, ``model.files.fp8``), and never written.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from superstep.errors import StateError
+from superstep.model.files.fp8 import with_fp8
 from superstep.model.files.mxfp4 import with_mxfp4
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.shape import ModelShape
@@ -95,7 +96,7 @@ def open_weights(path: Path) -> Weights:
         raise StateError(f"{path} has no readable weights ({error}); it must hold {FILE} or {INDEX}.") from error
     except (SafetensorError, ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
         raise StateError(f"{path} is damaged: {error!r}; fetch or save it again.") from error
-    return Weights(path, with_mxfp4({name: file for file in opened for name in file.keys()}))  # noqa: SIM118
+    return Weights(path, with_fp8(with_mxfp4({name: file for file in opened for name in file.keys()})))  # noqa: SIM118
 
 
 def require_regular(file: Path) -> None:
@@ -137,9 +138,10 @@ def check_weights(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> None
     Raises:
         StateError: tensors are missing, unknown or of another shape, or the head of a tied model is not tied.
     """
+    further = _further_layer(weights, shapes)
     faults = {
         "missing": [name for name in shapes if name not in weights],
-        "not of this model": [name for name in weights if name not in shapes and not _is_spare(name)],
+        "not of this model": [name for name in weights if name not in shapes and not _is_spare(name, further)],
         "of another shape": [
             f"{name} {weights[name].get_shape()}, not {list(shape)}"
             for name, shape in shapes.items()
@@ -190,11 +192,18 @@ def _is_same(one: HfTensor, other: HfTensor) -> bool:
     return all(torch.equal(*(each[slice(start, start + ROWS_AT_ONCE)] for each in (one, other))) for start in starts)
 
 
-def _is_spare(name: str) -> bool:
+def _further_layer(weights: Weights, shapes: Mapping[str, Sequence[int]]) -> str:
+    """The prefix of the module for further tokens: DeepSeek's files have it as one more layer."""
+    layers = [int(name.split(".")[2]) for name in shapes if name.startswith("model.layers.")]
+    behind = f"model.layers.{max(layers, default=-1) + 1}."
+    return behind if f"{behind}eh_proj.weight" in weights else "mtp."
+
+
+def _is_spare(name: str, further: str) -> bool:
     """Whether a checkpoint may hold this tensor without use: old Llama files store the rotary frequencies, Qwen3-Next's
-    heads for further tokens.
+    and DeepSeek's modules for further tokens.
     """
-    return name == _HEAD or name.endswith("rotary_emb.inv_freq") or name.startswith("mtp.")
+    return name == _HEAD or name.endswith("rotary_emb.inv_freq") or name.startswith(("mtp.", further))
 
 
 def _first(names: Sequence[str]) -> str:

@@ -229,11 +229,12 @@ def _check_moe(moe: MoeShape) -> None:
             f"model.renormalise = {str(moe.renormalise).lower()} has no meaning for model.router = '{moe.router}'; "
             "leave it out, or choose 'dropless'."
         )
-    enough = moe.groups * -(-moe.experts_per_token // max(1, moe.groups_per_token))
-    if moe.experts % moe.groups or not 1 <= moe.groups_per_token <= moe.groups:
+    least_each = 2 if moe.groups > 1 else 1  # the router ranks a group by its two best experts
+    enough = moe.groups * max(least_each, -(-moe.experts_per_token // max(1, moe.groups_per_token)))
+    if moe.experts % moe.groups or moe.experts < least_each * moe.groups or not 1 <= moe.groups_per_token <= moe.groups:
         raise ConfigError(
             f"model.experts = {moe.experts} in {moe.groups} groups, of which a token takes {moe.groups_per_token}: "
-            f"groups must be alike; set model.experts to {enough} or another multiple."
+            f"groups must be alike, of two experts or more; set model.experts to {enough} or another multiple."
         )
     if moe.experts_per_token > moe.experts // moe.groups * moe.groups_per_token:
         raise ConfigError(

@@ -89,6 +89,8 @@ def from_hf_config(path: Path) -> ModelShape:
     """
     raw = read_json(path)
     model_type = raw.get("model_type")
+    if model_type == "kimi_k2":  # DeepSeek-V3 under another name, with Kimi's own class for other loaders
+        model_type, raw = "deepseek_v3", {key: value for key, value in raw.items() if key != "auto_map"}
     kinds: tuple[ModelType, ...] = get_args(ModelType)
     if model_type not in kinds:
         known = ", ".join(repr(kind) for kind in kinds)
@@ -96,10 +98,10 @@ def from_hf_config(path: Path) -> ModelShape:
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
-            "takes: 'deepseek_v2', 'kimi_k2'."
+            "takes: 'deepseek_v2'."
         )
     kind = kinds[kinds.index(model_type)]
-    if kind == "gpt_oss" and _is_mxfp4(raw.get("quantization_config")):  # ``model.files.mxfp4`` reads the weights
+    if _is_readable(raw.get("quantization_config"), kind):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
     keys.require(only(kind))
@@ -109,8 +111,13 @@ def from_hf_config(path: Path) -> ModelShape:
     return shape
 
 
-def _is_mxfp4(quantization: object) -> bool:
-    return isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+def _is_readable(quantization: object, kind: ModelType) -> bool:
+    """Whether ``model.files`` reads such weights: gpt-oss's MXFP4, or DeepSeek's FP8 with a scale for each block."""
+    if not isinstance(quantization, dict):
+        return False
+    if quantization.get("quant_method") == "fp8":
+        return kind == "deepseek_v3" and quantization.get("weight_block_size") == [128, 128]
+    return kind == "gpt_oss" and quantization.get("quant_method") == "mxfp4"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,15 +13,12 @@ from superstep.plan.model.shape import ModelShape, MoeShape
 from superstep.plan.model.sizes import mla_models
 from superstep.plan.model.sizes.named_sizes import SHAPES
 
-PRICED = mla_models.PRICED
-"""Named sizes that are priced and not trained."""
-
 
 def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
     """The whole shape of a ``[model]`` section.
 
     Args:
-        is_priced: whether the model is only priced: then it may also be one of ``PRICED``.
+        is_priced: whether the model is only priced: then it may also be a DeepSeek-V2.
 
     Raises:
         ConfigError: an unknown name, an unreadable or foreign config.json, numbers that do not fit, or a model that is
@@ -37,17 +34,15 @@ def shape_of(config: ModelConfig, *, is_priced: bool = False) -> ModelShape:
 
 
 def _base(config: ModelConfig) -> ModelShape:
-    if config.name in PRICED:
-        return PRICED[config.name]
     if config.name in SHAPES:
         return SHAPES[config.name]
     if config.name.endswith(".json"):
         path = Path(config.name)
         kind = read_json(path).get("model_type")
-        return mla_models.from_latent_config(path) if kind in mla_models.KINDS else from_hf_config(path)
+        return mla_models.from_latent_config(path) if kind == mla_models.KIND else from_hf_config(path)
     raise ConfigError(
         f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
-        + did_you_mean(config.name, (*SHAPES, *PRICED))
+        + did_you_mean(config.name, SHAPES)
     )
 
 

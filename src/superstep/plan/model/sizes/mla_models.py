@@ -1,9 +1,4 @@
-"""Models with latent attention and dense first layers, by name and by ``config.json``: priced, but cannot be trained
-yet.
-
-The numbers are those of ``config.json`` of ``deepseek-ai/DeepSeek-V3`` (DeepSeek-AI 2024, sec. 4.2) and
-``moonshotai/Kimi-K2-Base``, without the second head that predicts one token further.
-"""
+"""DeepSeek-V2's ``config.json``: latent attention and experts, which are priced, but cannot be trained yet."""
 
 from __future__ import annotations
 
@@ -13,7 +8,7 @@ from superstep.plan.model.hf_config import plain, read_json
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
-KINDS = ("deepseek_v2", "kimi_k2")
+KIND = "deepseek_v2"
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
@@ -21,20 +16,6 @@ DEFAULTS = {
     "rope_theta": 10000.0,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
-}
-
-
-def _deepseek(heads: int, experts: int, vocab: int, dense_layers: int, max_tokens: int) -> ModelShape:
-    return ModelShape(
-        family="llama", layers=61, width=7168, heads=heads, kv_heads=heads, head_dim=128, ffn=2048, vocab=vocab,
-        tied=False, qk_norm=False, norm_eps=1e-6, rope_theta=10000.0, rope_scaling=None, max_tokens=max_tokens,
-        moe=dropless(experts, 8, shared_experts=1), dense_layers=dense_layers, dense_ffn=18432,
-        latent=Latent(query_rank=1536, key_rank=512),
-    )  # fmt: skip
-
-
-PRICED: dict[str, ModelShape] = {
-    "kimi-k2": _deepseek(64, 384, 163840, 1, 131072),
 }
 
 
