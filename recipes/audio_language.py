@@ -1,9 +1,8 @@
 """The language of spoken prompts, by an encoder of Whisper's shape (Radford 2022): ragged samples of sound.
 
 `python recipes/fetch_prompts.py` writes the prompts into runs/prompts. A sample is the log-mel spectrogram of up to 4
-seconds, and its language. Several share a row of a batch; convolutions and attention stay within each of them. Two
-convolutions halve the frames, sinusoids tell their positions, and then come a decoder's blocks, with attention in both
-directions.
+seconds, and its language. Several share a row; convolutions and attention stay within each of them. Two convolutions
+halve the frames, sinusoids tell their positions, and then come a decoder's blocks, with attention in both directions.
 
     B  rows    F  frames of a row    S  places, half as many    D  width
 """
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from superstep.data.samples.log_mel import BANDS, HOP, RATE, log_mel
+from superstep.data.samples.log_mel import BANDS, HOP, RATE, hide_parts, log_mel
 from superstep.data.samples.sounds import list_sounds, read_sound
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.custom.within_samples import attend_within, mean_within, neighbours_within, positions_within
@@ -34,8 +33,6 @@ LONGEST = 400
 """Frames of a sample, 10 ms each; of a longer prompt training takes another part in each epoch."""
 CAPACITY = {"mel": 800, "target": 16}
 INPUT = "mel"
-MASKED_BANDS, MASKED_FRAMES = 16, 40
-"""The most neighbouring bands and frames that training hides (SpecAugment, Park 2019)."""
 
 
 @functools.cache
@@ -63,15 +60,11 @@ def size(split: str, index: int) -> dict[str, int]:
 def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tensor]:
     """A prompt, or a part of it, and the number of its language. Superstep calls this."""
     frames, whole = size(split, index)["mel"], mel(split, index)
-    start = int(noise.integers(len(whole) - frames + 1)) if split == "train" else 0
-    part = whole[start : start + frames]
-    if split == "train":
-        part = part.clone()
-        for values, most in ((part.t(), MASKED_BANDS), (part, min(MASKED_FRAMES, frames // 4))):
-            count = int(noise.integers(most + 1))
-            first = int(noise.integers(len(values) - count + 1))
-            values[first : first + count] = 0
-    return {"mel": part, "target": torch.tensor([LANGUAGES.index(prompts(split)[index]["language"])])}
+    target = torch.tensor([LANGUAGES.index(prompts(split)[index]["language"])])
+    if split != "train":
+        return {"mel": whole[:frames], "target": target}
+    start = int(noise.integers(len(whole) - frames + 1))
+    return {"mel": hide_parts(whole[start : start + frames], noise), "target": target}
 
 
 class Stem(nn.Module):
@@ -105,15 +98,21 @@ class Classify(nn.Linear):
         return super().forward(mean_within(x_BSD, numbers_BF[:, ::2], CAPACITY["target"]))
 
 
+def make_shape(config: RunConfig, classes: int) -> ModelShape:
+    """The sizes of the blocks."""
+    width, layers, heads = config.model.width or 96, config.model.layers or 2, config.model.heads or 3
+    return ModelShape(
+        family="llama", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
+        vocab=classes, tied=False, qk_norm=False, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
+        max_tokens=CAPACITY["mel"], dropout=config.model.dropout,
+    )  # fmt: skip
+
+
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     """The stem, the blocks and the classifier. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
-    width, layers, heads = config.model.width or 96, config.model.layers or 2, config.model.heads or 3
-    shape = ModelShape(
-        family="llama", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
-        vocab=len(LANGUAGES), tied=False, qk_norm=False, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
-        max_tokens=CAPACITY["mel"],
-    )  # fmt: skip
-    modules = [Stem(width), *(Encode(shape, Rope(shape)) for _ in range(layers)), Classify(width, len(LANGUAGES))]
+    shape = make_shape(config, len(LANGUAGES))
+    blocks = [Encode(shape, Rope(shape)) for _ in range(shape.layers)]
+    modules = [Stem(shape.width), *blocks, Classify(shape.width, len(LANGUAGES))]
     inputs = {n: ("mel" if n == 0 else n - 1, "mel.sample") for n in range(len(modules))}
     return as_units(modules, inputs=inputs)

@@ -24,6 +24,7 @@ RECIPES = sorted(FOLDER.glob("*.toml"))
 WORLD = {
     "bench": 2,
     "audio_language": 2,
+    "audio_transcripts": 2,
     "breadth_first_zero3": 4,
     "demo": 2,
     "denseformer": 2,

@@ -1,4 +1,4 @@
-"""Made-up prompts as wav files: each language hums at its own pitch."""
+"""Made-up prompts as wav files: each language hums at its own pitch; the English ones have words."""
 
 import json
 import math
@@ -30,5 +30,6 @@ def write_prompts(folder: Path) -> None:
             (folder / language).mkdir(parents=True, exist_ok=True)
             hum = 0.3 * np.sin(2 * math.pi * pitch * np.arange(samples) / 8000) + 0.01 * rng.normal(size=samples)
             write_wav(folder / name, hum)
-            lines.append({"audio": name, "language": language, "seconds": samples / 8000})
+            said = {"text": f"{split} {'abcdefgh'[number % 8]}"} if language == "en" else {}
+            lines.append({"audio": name, "language": language, "seconds": samples / 8000} | said)
         (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")

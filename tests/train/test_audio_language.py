@@ -1,5 +1,6 @@
 """The recipe of spoken languages: its samples and model, and the script that takes prompts out of packages."""
 
+import gzip
 import hashlib
 import io
 import json
@@ -70,14 +71,22 @@ def test_the_recipe_learns_and_its_layout_is_proven_bit_by_bit(here, capfd):
     assert " 0 with other bits" in capfd.readouterr().out
 
 
-def write_package(path, language):
+def write_prompt_package(path, language):
     """A Debian package of three prompts and one silence."""
+    files = {}
+    for place, seconds in (("hello", 0.5), ("digits/1", 0.4), ("beep", 0.1), ("silence/1", 1.0)):
+        write_wav(path.parent / "one.wav", np.zeros(int(seconds * 8000)))
+        raw = (path.parent / "one.wav").read_bytes()
+        files[f"./usr/share/asterisk/sounds/{language}_f_Voice/{place}.wav"] = raw
+    write_package(path, files)
+
+
+def write_package(path, files):
+    """A Debian package with these files."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as tar:
-        for place, seconds in (("hello", 0.5), ("digits/1", 0.4), ("beep", 0.1), ("silence/1", 1.0)):
-            write_wav(path.parent / "one.wav", np.zeros(int(seconds * 8000)))
-            raw = (path.parent / "one.wav").read_bytes()
-            entry = tarfile.TarInfo(f"./usr/share/asterisk/sounds/{language}_f_Voice/{place}.wav")
+        for name, raw in files.items():
+            entry = tarfile.TarInfo(name)
             entry.size = len(raw)
             tar.addfile(entry, io.BytesIO(raw))
     parts = {"debian-binary": b"2.0", "control.tar.xz": b"", "data.tar.xz": lzma.compress(data.getvalue())}
@@ -93,11 +102,14 @@ def test_prompts_come_out_of_packages(tmp_path, monkeypatch):
     fetch = load_recipe("fetch_prompts")
     packages = {language: tmp_path / fetch.NAME.format(language) for language in PITCHES}
     for language, path in packages.items():
-        write_package(path, language)
+        write_prompt_package(path, language)
+    texts = gzip.compress(b"; Sounds\n\nhello: Hello.  Press 1 to dial #!\ndigits/1: one\nbeep: [a tone]\n")
+    write_package(tmp_path / fetch.TEXTS, {"./usr/share/doc/core-sounds-en.txt.gz": texts})
     with pytest.raises(SystemExit, match="download this version of it"):
         fetch.main(tmp_path, tmp_path / "out")
     hashes = {language: hashlib.sha256(path.read_bytes()).hexdigest() for language, path in packages.items()}
     monkeypatch.setattr(fetch, "HASHES", hashes)
+    monkeypatch.setattr(fetch, "TEXTS_HASH", hashlib.sha256((tmp_path / fetch.TEXTS).read_bytes()).hexdigest())
     monkeypatch.setattr(fetch, "EVERY", 2)
     fetch.main(tmp_path, tmp_path / "out")
     lists = {split: (tmp_path / "out" / f"{split}.jsonl").read_text().splitlines() for split in ("train", "validation")}
@@ -106,4 +118,10 @@ def test_prompts_come_out_of_packages(tmp_path, monkeypatch):
     assert [json.loads(line)["audio"] for line in lists["train"]] == [
         f"{language}/digits-1.wav" for language in PITCHES
     ]
-    assert json.loads(lists["train"][0]) == {"audio": "en/digits-1.wav", "language": "en", "seconds": 0.4}
+    first = {"audio": "en/digits-1.wav", "language": "en", "seconds": 0.4, "text": "one"}
+    assert json.loads(lists["train"][0]) == first
+    said = [json.loads(line).get("text") for line in lists["validation"]]
+    assert said == ["hello press one to dial pound", None, None, None, None]
+    assert [fetch.write_out(text) for text in ("[a tone]", "dial 500", "O'Clock...", "version 1.2")] == [
+        "", "", "o'clock", "",
+    ]  # fmt: skip

@@ -174,3 +174,14 @@ def test_samples_of_a_row_do_not_see_each_other():
         torch.testing.assert_close(seen[:, part], wanted)
         torch.testing.assert_close(means[:, number], x[:, part].mean(1))
     assert not means[:, 2].any()
+
+
+def test_places_see_their_sample_in_another_field():
+    numbers, key_numbers = torch.tensor([[0, 0, 1, -1]]), torch.tensor([[0, 1, 1, 1, 1]])
+    q, k, v = torch.randn(1, 4, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 5, 2, 4)
+    seen = attend_within(q, k, v, numbers_BS=numbers, key_numbers_BT=key_numbers)
+    torch.testing.assert_close(seen[:, :2], v[:, :1].expand(-1, 2, -1, -1))
+    alone = [x.transpose(1, 2) for x in (q[:, 2:3], k[:, 1:], v[:, 1:])]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*alone).transpose(1, 2)
+    torch.testing.assert_close(seen[:, 2:3], wanted)
+    assert bool(seen.isfinite().all())  # padding sees all, where there is no padding to see

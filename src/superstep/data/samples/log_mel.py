@@ -40,6 +40,23 @@ def log_mel(sound: Tensor) -> Tensor:
     return ((bands + 4.0) / 4.0).t().float().contiguous()
 
 
+def hide_parts(mel_FM: Tensor, noise: np.random.Generator, *, bands: int = 16, frames: int = 40) -> Tensor:
+    """A spectrogram with zeros in some neighbouring bands and in some frames (SpecAugment, Park 2019).
+
+    Args:
+        mel_FM: [frames, bands].
+        noise: of the sample.
+        bands: the most that are hidden.
+        frames: likewise, and at most a quarter of them.
+    """
+    part = mel_FM.clone()
+    for values, most in ((part.t(), bands), (part, min(frames, len(part) // 4))):
+        count = int(noise.integers(most + 1))
+        first = int(noise.integers(len(values) - count + 1))
+        values[first : first + count] = 0
+    return part
+
+
 @cache
 def _filters() -> Tensor:
     """The weight of each frequency in each band: fp64 [80, 201]."""

@@ -26,6 +26,7 @@ def as_units(
     modules: Sequence[nn.Module],
     *,
     inputs: Mapping[int, Sequence[int | str]] | None = None,
+    takes: Mapping[int, Sequence[str]] | None = None,
     loss: Loss | Mapping[str, Loss] | None = None,
     phases: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[UnitSpec, ...]:
@@ -36,6 +37,7 @@ def as_units(
             loss. A parameter that several modules have is shared by their units.
         inputs: what some modules take, by their number, instead of the output of the module before: outputs of modules
             before them, by number, and fields of the batch, by name.
+        takes: keyword arguments that the forward of some modules gets, by their number: ``attend``, ``noise``, ...
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
             logits [B, C] and class numbers [B]. Of a step of several phases, the loss of each by its name.
         phases: the modules that each phase trains, by their number.
@@ -64,7 +66,8 @@ def as_units(
         is_last = number == len(modules) - 1
         taken = tuple(map(str, (inputs or {}).get(number, ())))
         phase = phase_of.pop(str(number), "")
-        unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, phase=phase)
+        given = tuple((takes or {}).get(number, ()))
+        unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, takes=given, phase=phase)
         units.append(_with_loss(unit, loss) if is_last else unit)
     for unknown, phase in phase_of.items():
         raise ConfigError(f"phase '{phase}' trains module {unknown}, and there are {len(modules)} modules from 0 on.")

@@ -2,8 +2,9 @@
 
 ``numbers`` is the field ``NAME.sample`` of the batch: the number of each place's sample in its row, -1 in the padding.
 
-    B  rows       S  places of a row     D  width of a place
-    N  heads      M  samples of a row    H  width of one head
+    B  rows       S  places of a row                      D  width of a place
+    N  heads      T  places of a row in a field of keys   H  width of one head
+    K  key heads  M  samples of a row
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 
 
 def attend_within(
-    q_BSNH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, rule: AttentionRule = PLAIN, *, numbers_BS: Tensor
+    q_BSNH: Tensor,
+    k_BTKH: Tensor,
+    v_BTKH: Tensor,
+    rule: AttentionRule = PLAIN,
+    *,
+    numbers_BS: Tensor,
+    key_numbers_BT: Tensor | None = None,
 ) -> Tensor:
     """Attention of each place to all places of its sample, [B, S, N, H], in both directions. Padding sees padding.
 
     With ``partial(attend_within, numbers_BS=...)`` a decoder's block sees both directions; only the plain rule is
-    possible.
+    possible. Keys of another field have numbers of their own; there padding sees all, as it may have none to see.
     """
     assert rule == PLAIN, f"attention in both directions has no {rule}"
-    q_BNSH, k_BKSH, v_BKSH = (x.transpose(1, 2) for x in (q_BSNH, k_BSKH, v_BSKH))
-    is_visible_B1SS = (numbers_BS[:, :, None] == numbers_BS[:, None, :])[:, None]
-    return fused_attention(q_BNSH, k_BKSH, v_BKSH, is_visible_B1SS).transpose(1, 2)
+    q_BNSH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BSNH, k_BTKH, v_BTKH))
+    if key_numbers_BT is None:
+        is_visible_BST = numbers_BS[:, :, None] == numbers_BS[:, None, :]
+    else:
+        is_visible_BST = (numbers_BS[:, :, None] == key_numbers_BT[:, None, :]) | (numbers_BS < 0)[:, :, None]
+    return fused_attention(q_BNSH, k_BKTH, v_BKTH, is_visible_BST[:, None]).transpose(1, 2)
 
 
 def neighbours_within(x_BSD: Tensor, numbers_BS: Tensor) -> Tensor:
