@@ -38,6 +38,7 @@ WORLD = {
     "moe": 2,
     "pipeline_interleaved": 2,
     "qwen3-0.6b": 1,
+    "resnet101": 1,
     "resnet18": 2,
     "tensor_parallel": 2,
 }

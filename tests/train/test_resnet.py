@@ -1,4 +1,4 @@
-"""The recipe of ResNet-18: its model, its coloured pictures, and the script that takes emoji out of packages."""
+"""The recipe of ResNet: its models, its distorted pictures, and the script that takes emoji out of packages."""
 
 import hashlib
 import io
@@ -15,7 +15,8 @@ from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
 from superstep.data.samples.idx import read_idx
 from superstep.data.samples.noise import noise_of
-from superstep.plan.config import RunConfig
+from superstep.numerics.noise import EVALUATION, Noise, SamplePlace
+from superstep.plan.config import ModelConfig, RunConfig
 
 
 @pytest.fixture
@@ -24,30 +25,44 @@ def here(tmp_path, monkeypatch):
     return enter_folder(tmp_path, monkeypatch)
 
 
-def test_the_model_has_the_parameters_of_the_paper(here):
-    """11,689,512 for 1,000 classes, as every implementation of table 1 has them; here for other classes."""
-    resnet = load_recipe("resnet18")
-    modules = [unit.build() for unit in resnet.units(RunConfig())]
+def build(depth):
+    """The modules of a depth, and the numbers of their trained parameters."""
+    config = RunConfig(model=ModelConfig(layers=depth))
+    modules = [unit.build() for unit in load_recipe("resnet").units(config)]
     trained = [p for m in modules for name, p in m.named_parameters() if "running" not in name]
-    assert sum(p.numel() for p in trained) == 11_689_512 + 513 * (COUNT - 1000)
-    x = torch.zeros(resnet.GROUP, 3, 64, 64)
-    sizes = [tuple((x := module(x)).shape[1:]) for module in modules]
-    assert sizes[0] == (64, 16, 16)
-    assert sizes[2::2] == [(64, 16, 16), (128, 8, 8), (256, 4, 4), (512, 2, 2)]
-    assert sizes[-1] == (COUNT,)
+    return modules, sum(p.numel() for p in trained)
 
 
-def test_pictures_of_two_makers_are_changed_anew_in_each_epoch_and_the_third_makers_are_not(here):
-    resnet = load_recipe("resnet18")
+def test_the_models_have_the_parameters_of_the_paper(here):
+    """11,689,512 and 44,549,160 for 1,000 classes, as every implementation of table 1 has them; here for others."""
+    (*modules, head), numel = build(18)
+    assert numel == 11_689_512 + 513 * (COUNT - 1000)
+    x = modules[0](torch.zeros(2, 2, 4, 64, 64), Noise(EVALUATION))
+    sizes = [tuple((x := block(x)).shape[1:]) for block in modules[1:]]
+    assert sizes[1::2] == [(64, 16, 16), (128, 8, 8), (256, 4, 4), (512, 2, 2)]
+    assert head(x).shape == (2, COUNT)
+    assert build(101)[1] == 44_549_160 + 2049 * (COUNT - 1000)
+
+
+def test_pictures_of_two_makers_are_distorted_by_their_place_and_the_third_makers_are_not(here):
+    resnet = load_recipe("resnet")
     assert (resnet.length("train"), resnet.length("validation")) == (2 * COUNT, COUNT)
-    of_twitter = COUNT + 5
-    first, again, later = (resnet.sample("train", of_twitter, noise_of(0, "train", e, of_twitter)) for e in (0, 0, 1))
-    assert torch.equal(first["pixels"], again["pixels"])
-    assert not torch.equal(first["pixels"], later["pixels"])
-    assert int(first["target"]) == 5
+    of_twitter = resnet.sample("train", COUNT + 5, noise_of(0, "train", 0, 0))
+    assert int(of_twitter["target"]) == 5
+    google, twitter = (read_idx(f"runs/emoji/{maker}.idx")[5] for maker in ("google", "twitter"))
+    assert torch.equal(of_twitter["pixels"], torch.stack((twitter, google)))
+    pairs, distort = of_twitter["pixels"].expand(4, -1, -1, -1, -1), resnet.Distort(64)
+
+    def drawn(step, first=0, rows=pairs):
+        return distort(rows, Noise(SamplePlace(step=step, sample=first, samples=4, is_training=True)))
+
+    assert torch.equal(drawn(0), drawn(0))
+    assert not torch.equal(drawn(0), drawn(1))
+    torch.testing.assert_close(drawn(0)[2:], drawn(0, 2, pairs[2:]))
     held_out = resnet.sample("validation", 5, noise_of(0, "validation", 0, 5))["pixels"]
     rgba = read_idx("runs/emoji/facebook.idx")[5].float() / 255
-    assert torch.equal(held_out, torch.where(rgba[3:] > 0, rgba[:3], 1.0) * 2 - 1)
+    pixels = distort(held_out[None], Noise(EVALUATION))[0]
+    torch.testing.assert_close(pixels, torch.where(rgba[3:] > 0, rgba[:3], 1.0) * 2 - 1)
 
 
 @pytest.mark.long
