@@ -114,7 +114,7 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     factor, size = (1, 64) if depth < 50 else (4, 224)
     stem = Stem(Distort(size), convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
     for stage, count in enumerate(BLOCKS[depth]):
-        for stride in [min(2, stage + 1)] + [1] * (count - 1):
-            blocks.append(Block(width, 64 << stage, width := factor * 64 << stage, stride))
+        strides = [min(2, stage + 1)] + [1] * (count - 1)
+        blocks += [Block(width, 64 << stage, width := factor * 64 << stage, stride) for stride in strides]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, pictures("train").shape[1]))
     return as_units([stem, *blocks, head], takes={0: ("noise",)})
