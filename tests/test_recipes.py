@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 WORLD = {
     "bench": 2,
+    "captioner": 2,
     "audio_language": 2,
     "audio_transcripts": 2,
     "breadth_first_zero3": 4,
@@ -30,6 +31,7 @@ WORLD = {
     "denseformer": 2,
     "dp_zero3": 2,
     "exact": 2,
+    "flow": 2,
     "gan": 2,
     "lenet": 2,
     "llama3-8b": 64,

@@ -1,0 +1,281 @@
+"""Better captions for a model of pictures (DALL-E 3, Betker 2023): what is asked for and drawn, by the training's text.
+
+    python -m bench.recaption [--seeds 1] [--jobs 2] [--out bench/results/recaption.json] [-- --plan.device cuda]
+
+1. recipes/captioner.toml learns full and short captions from 2,000 pictures, and writes both for all 8,000.
+2. recipes/flow.toml is trained on these pictures with each kind of text: alt texts alone, of which half are short and
+   half belong to another picture; short captions; full captions. Of every blend the rest are alt texts.
+3. Each model draws 512 full captions that are held out. A classifier looks at the four quarters of each picture: the
+   score is the share of things that are at the place that was asked for, in that colour and shape.
+
+Intervals are 1.96 standard errors of the mean over all pictures and seeds. The grid of pictures beside the results has
+a column for each kind, and a row for each of some captions; its last column has the pictures that were asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.gan import load
+from bench.machine import write_result
+from superstep.model.unit import UnitGraph
+from superstep.plan.user_file import run_file
+
+RECIPES = Path("recipes")
+KINDS = {
+    "alt": ("full", 0.0),
+    "short 95%": ("short", 0.95),
+    "full 65%": ("full", 0.65),
+    "full 80%": ("full", 0.80),
+    "full 95%": ("full", 0.95),
+}
+"""The caption of each kind, and its share; the rest are alt texts."""
+STEPS, ROWS = 24, 10
+"""Steps of drawing, and rows of the grid."""
+SAMPLES = '''"""The samples of recipes/flow.py with other captions."""
+
+import json
+from pathlib import Path
+
+from superstep.plan.user_file import run_file
+
+flow = run_file(Path("recipes/flow.py"), "flow")
+INPUT, length = flow.INPUT, flow.length
+MADE, ALT = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def sample(split, index, noise):
+    if split != "train":
+        return flow.sample(split, index, noise)
+    texts = MADE if noise.random() < {share} else ALT
+    return flow.sample(split, index, noise, texts[index])
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Recipes:
+    """The recipes' files as modules."""
+
+    scenes: ModuleType
+    captioner: ModuleType
+    flow: ModuleType
+
+
+def train(recipe: str, run: Path, seed: int, flags: Sequence[str], data: Path | None = None) -> Path:
+    """Train a recipe; returns the run's folder."""
+    settings = {"state.dir": run, "train.seed": seed, "state.existing": "new"} | ({"data.source": data} if data else {})
+    given = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "superstep", "train", str(RECIPES / f"{recipe}.toml"), *given, *flags]
+    with run.with_suffix(".log").open("w", encoding="utf-8") as log:
+        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
+    return run
+
+
+@torch.no_grad()
+def write_captions(model: UnitGraph, pixels: Tensor, style: int, recipes: Recipes, device: str) -> list[str]:
+    """The likeliest words of each picture's caption, one at a time."""
+    captioner, words = recipes.captioner, recipes.scenes.WORDS
+    texts = []
+    for part in pixels.split(512):
+        written = torch.zeros(len(part), 0, dtype=torch.long)
+        first = [captioner.ask(picture, style, written[0]) for picture in part]
+        fields = {name: torch.stack([each[name] for each in first]).to(device) for name in ("pixels", "patches")}
+        fields["pixels.sample"] = torch.zeros(fields["pixels"].shape[:2], dtype=torch.long, device=device)
+        for _ in range(recipes.scenes.LONGEST):
+            asked = captioner.ask(part[0], style, written[0])
+            tokens = torch.cat([first_tokens(first), written], 1).to(device)
+            fields |= {"tokens": tokens, "positions": asked["positions"].expand(len(part), -1, -1).to(device)}
+            written = torch.cat([written, model(fields)[:, -1].argmax(-1, keepdim=True).cpu()], 1)
+        rows = [row[: row.index(0)] if 0 in row else row for row in written.tolist()]
+        texts += [" ".join(words[word] for word in row if word < len(words)) for row in rows]
+    return texts
+
+
+def first_tokens(asked: Sequence[dict[str, Tensor]]) -> Tensor:
+    """The tokens in front of each caption."""
+    return torch.stack([each["tokens"] for each in asked])
+
+
+def class_of(colour: str, shape: str, scenes: ModuleType) -> int:
+    """The class of a thing; 0 is the empty ground."""
+    return 1 + [*scenes.COLOURS].index(colour) * len(scenes.SHAPES) + scenes.SHAPES.index(shape)
+
+
+def list_classes(of: object, scenes: ModuleType) -> list[int]:
+    """The class in each quarter of a scene."""
+    things = {place: class_of(colour, shape, scenes) for place, colour, shape in of.things}  # type: ignore[attr-defined]
+    return [things.get(place, 0) for place in range(len(scenes.PLACES))]
+
+
+def cut_quarters(pixels: Tensor) -> Tensor:
+    """Each quarter as a picture of its own: [B, 3, 32, 32] to [B · 4, 3, 16, 16], in the order of places."""
+    return pixels.unflatten(2, (2, 16)).unflatten(4, (2, 16)).permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
+
+
+def train_judge(scenes: ModuleType, device: str, steps: int, count: int) -> nn.Module:
+    """A classifier of quarters, on scenes that nobody else sees."""
+    torch.manual_seed(0)
+    first = 10**6
+    seen = [scenes.scene("train", first + number) for number in range(count)]
+    pixels = torch.stack([scenes.to_pixels(scenes.draw_scene(of, first + n)) for n, of in enumerate(seen)]).to(device)
+    classes = torch.tensor([list_classes(of, scenes) for of in seen], device=device)
+    judge = nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU()),
+        nn.Linear(128, 1 + len(scenes.COLOURS) * len(scenes.SHAPES)),
+    ).to(device)
+    optimizer = torch.optim.AdamW(judge.parameters(), lr=2e-3)
+    for _ in range(steps):
+        chosen = torch.randint(len(pixels), (64,), device=device)
+        noisy = pixels[chosen] + 0.1 * torch.randn_like(pixels[chosen])
+        loss = F.cross_entropy(judge(cut_quarters(noisy)), classes[chosen].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return judge
+
+
+@torch.no_grad()
+def draw(model: UnitGraph, texts: Sequence[str], flow: ModuleType, device: str, steps: int) -> Tensor:
+    """A picture for each caption, [B, 3, 32, 32]: Euler's steps from the same noise for every model."""
+    _, read, *blocks, predict = model.units
+    words = torch.stack([flow.fill_caption(text) for text in texts]).to(device)
+    pixels = torch.randn(len(texts), 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    nothing = torch.zeros(len(texts), flow.PATCHES, flow.NUMBERS, device=device)
+    for number in range(steps):
+        time = torch.full((len(texts), flow.PATCHES, 1), 1 - number / steps, device=device)
+        mixed = torch.cat([flow.cut(pixels), nothing, time], -1)
+        x = read(mixed, words)
+        for block in blocks:
+            x = block(x)
+        pixels = pixels - predict(x, mixed) / steps
+    return pixels.clamp(-1, 1)
+
+
+@torch.no_grad()
+def score(judge: nn.Module, pixels: Tensor, classes: Tensor) -> Tensor:
+    """For each picture the share of things that are where they were asked for, [B]."""
+    seen = judge(cut_quarters(pixels)).argmax(-1).view(classes.shape)
+    return ((seen == classes) & (classes > 0)).sum(1) / (classes > 0).sum(1)
+
+
+def interval(scores: Tensor) -> dict[str, object]:
+    """The mean, and 1.96 standard errors around it."""
+    mean, error = float(scores.mean()), 1.96 * float(scores.std()) / math.sqrt(len(scores))
+    return {"drawn": round(mean, 4), "interval": [round(mean - error, 4), round(mean + error, 4)]}
+
+
+def write_png(path: Path, picture: Tensor) -> None:
+    """A picture, uint8 [3, H, W]."""
+    _, height, width = picture.shape
+    rows = picture.permute(1, 2, 0).reshape(height, -1).numpy()
+    raw = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
+    parts = (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)), (b"IDAT", raw), (b"IEND", b"")
+    chunks = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in parts)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+
+
+def recaption(options: argparse.Namespace, recipes: Recipes) -> tuple[dict[str, list[str]], dict[str, float]]:
+    """Both captions and the alt text of each picture, and the share of captions without a wrong word."""
+    scenes, count = recipes.scenes, recipes.flow.SCENES["train"]
+    more = [] if options.captioner_steps is None else ["--train.steps", str(options.captioner_steps)]
+    run = train("captioner", options.folder / "captioner", 0, [*options.flags, *more])
+    model = load(run).to(options.device)
+    pixels = scenes.to_pixels(scenes.pictures("train", count))
+    written = {
+        name: write_captions(model, pixels, number, recipes, options.device)
+        for number, name in enumerate(recipes.captioner.STYLES)
+    }
+    learned = recipes.captioner.SCENES["train"]
+    right = {
+        name: sum(text == make(scenes.scene("train", n)) for n, text in enumerate(written[name]) if n >= learned)
+        for name, make in recipes.captioner.STYLES.items()
+    }
+    alt = [scenes.alt_text("train", number, count) for number in range(count)]
+    return written | {"alt": alt}, {name: each / (count - learned) for name, each in right.items()}
+
+
+def train_flow(
+    options: argparse.Namespace, texts: dict[str, list[str]], case: tuple[str, int]
+) -> tuple[tuple[str, int], UnitGraph]:
+    """A flow transformer that is trained on one kind of text."""
+    (kind, seed), name = case, f"{case[0].replace(' ', '-').rstrip('%')}-{case[1]}"
+    caption, share = KINDS[kind]
+    data = options.folder / f"{name}.py"
+    data.write_text(SAMPLES.format(share=share), encoding="utf-8")
+    data.with_suffix(".json").write_text(json.dumps([texts[caption], texts["alt"]]), encoding="utf-8")
+    more = [] if options.steps is None else ["--train.steps", str(options.steps)]
+    return case, load(train("flow", options.folder / name, seed, [*options.flags, *more], data))
+
+
+def draw_grid(columns: Sequence[Tensor]) -> Tensor:
+    """Columns of pictures, one below another, uint8 [3, H, W] with twice their size."""
+    framed = [F.pad(column.cpu(), (1, 1, 1, 1), value=1.0) for column in columns]
+    rows = torch.cat([column.permute(1, 0, 2, 3).flatten(1, 2) for column in framed], 2)
+    return ((rows + 1) * 127.5).round().to(torch.uint8).repeat_interleave(2, 1).repeat_interleave(2, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="runs that train at once")
+    parser.add_argument("--folder", type=Path, default=Path("runs/recaption"))
+    parser.add_argument("--device", default="cpu", help="where pictures are drawn and captions are written")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--steps", type=int, default=None, help="of each flow transformer; the recipe's by default")
+    parser.add_argument("--captioner-steps", type=int, default=None)
+    parser.add_argument("--judge-steps", type=int, default=1500)
+    parser.add_argument("--asked", type=int, default=512, help="held-out captions that each model draws")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/recaption.json"))
+    parser.add_argument("flags", nargs="*", help="flags of superstep train, behind --")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    flow = run_file(RECIPES / "flow.py", "flow")
+    recipes = Recipes(flow.scenes, run_file(RECIPES / "captioner.py", "captioner"), flow)
+    texts, right = recaption(options, recipes)
+    print("captions without a wrong word:", right, flush=True)
+    cases = [(kind, seed) for seed in range(options.seeds) for kind in options.kinds]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        models = dict(pool.map(partial(train_flow, options, texts), cases))
+    judge = train_judge(flow.scenes, options.device, options.judge_steps, 4000)
+    asked = [flow.scenes.scene("validation", number) for number in range(options.asked)]
+    classes = torch.tensor([list_classes(of, flow.scenes) for of in asked], device=options.device)
+    shown = torch.stack([flow.scenes.draw_scene(of, number) for number, of in enumerate(asked)])
+    real = flow.scenes.to_pixels(shown).to(options.device)
+    captions = [flow.scenes.full_caption(of) for of in asked]
+    drawn = {
+        case: draw(model.to(options.device), captions, flow, options.device, STEPS) for case, model in models.items()
+    }
+    scores = {
+        kind: [score(judge, drawn[kind, seed], classes) for seed in range(options.seeds)] for kind in options.kinds
+    }
+    rows = {
+        kind: interval(torch.cat(each)) | {"seeds": [round(float(one.mean()), 4) for one in each]}
+        for kind, each in scores.items()
+    }
+    rows["pictures asked for"] = interval(score(judge, real, classes))
+    for kind, row in rows.items():
+        print(kind, row)
+    write_result(options.out, captions_right=right, asked=options.asked, kinds=rows)
+    grid = [drawn[kind, 0][:ROWS] for kind in options.kinds]
+    write_png(options.out.with_suffix(".png"), draw_grid([*grid, real[:ROWS]]))
+
+
+if __name__ == "__main__":
+    main()
