@@ -12,7 +12,7 @@ from superstep.model.decoder import Decoder
 from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors
 from superstep.plan.model.attention_rule import DeltaShape
-from superstep.plan.model.shape import dropless
+from superstep.plan.model.shape import Latent, dropless
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
@@ -106,9 +106,22 @@ def test_compiled_kernels_compute_a_family_rightly_or_leave_it_to_torch(shape, e
     assert (found - expected).square().mean().sqrt() < 0.05 * expected.square().mean().sqrt()
 
 
-def test_linear_attention_is_refused_by_name(tmp_path):
-    delta = DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=16)
-    shape = replace(TINY, qk_norm=True, full_layers=(1,), style=QWEN_NEXT, delta=delta)
-    made(shape, tmp_path)
-    with pytest.raises(ConfigError, match=r"config.json' has linear attention, and a server keeps keys and values"):
+DELTA = DeltaShape(key_heads=2, value_heads=4, key_dim=16, value_dim=16)
+REFUSED = {
+    "linear attention": replace(TINY, qk_norm=True, full_layers=(1,), style=QWEN_NEXT, delta=DELTA),
+    "latent attention": replace(
+        TINY,
+        kv_heads=TINY.heads,
+        dense_layers=1,
+        dense_ffn=96,
+        moe=replace(dropless(4, 2), router="sigmoid"),
+        latent=Latent(query_rank=24, key_rank=40, rotated=8),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_attention_that_no_page_holds_is_refused_by_name(what, tmp_path):
+    made(REFUSED[what], tmp_path)
+    with pytest.raises(ConfigError, match=rf"config.json' has {what}, and a server.* keys and values"):
         opened(tmp_path, compute="fp32")
