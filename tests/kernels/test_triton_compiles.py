@@ -23,7 +23,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from longer import longer
-from superstep.kernels.gpu import attention, cross_entropy, norm, philox, rope, swiglu
+from superstep.kernels.gpu import attention, cross_entropy, delta_states, norm, philox, rope, swiglu
 from superstep.kernels.gpu.attention import VisibleKeys
 from superstep.kernels.philox import Counter
 from superstep.kernels.position_bias import alibi, t5
@@ -117,6 +117,15 @@ def attended(width, dtype, sees):
     attention.attend_backward(out, (q, k, k), out, lse, sees)
 
 
+def passed_states(width, value):
+    """States of linear attention, forward and backward, likewise."""
+    shapes = (6, 4, 64, value), (6, 4, 64, width), (2, 4, width, value), (6, 4)
+    u, w, state, end = map(torch.empty, shapes)
+    steps = tuple(torch.zeros(size, dtype=torch.int32) for size in (3, 2))
+    _, _, last = delta_states.pass_states(u, w, w, end, steps, state)
+    delta_states.pass_gradients((u, torch.empty(6, 4, width, value)), w, w, end, steps, last)
+
+
 def small_kernels(dtype):
     """The others, likewise."""
     x, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((32, 64), (64, 64), (32,)))
@@ -155,6 +164,20 @@ def test_attention_keeps_its_registers(launched, width, tmp_path):
     found = launched(H100, lambda: attended(width, BF16, VisibleKeys()))
     assert len(found) == 4
     assert [one.name for one in found if spilled(one, tmp_path) > 0] == []
+
+
+STATES = [(chip, *sizes) for chip in SHARED_BYTES for sizes in ((128, 128), (256, 512), (64, 64))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "width", "value"), longer(STATES, lambda case: case in ((H100, 64, 64), (86, 256, 512)))
+)
+def test_every_chip_has_room_for_states_of_linear_attention(launched, chip, width, value, tmp_path):
+    found = launched(chip, lambda: passed_states(width, value))
+    assert [one.name for one in found] == ["_pass_states", "_pass_gradients"]
+    if (chip, width) == (H100, 64):
+        assert [one.name for one in found if spilled(one, tmp_path) > 0] == []
 
 
 ATTENDED = [(chip, width, dtype) for chip in SHARED_BYTES for width in (64, 128, 256) for dtype in (BF16, FP32)]

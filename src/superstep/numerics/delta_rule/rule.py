@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from superstep.kernels import triton_loader
 from superstep.numerics.delta_rule.chunks import Chunks
 from superstep.numerics.delta_rule.sums import Sums
+from superstep.numerics.sending import send
 
 EPS = 1e-6
 """Added to the sum of squares of queries and keys."""
@@ -160,6 +163,8 @@ def pass_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums)
         steps: the n-th chunks of all pieces (``Chunks.steps``).
         first: the state before each piece, [pieces, N, H, V].
     """
+    if kernel := _kernel(terms, sums):
+        return Passed(*kernel.pass_states(*_without_state(terms), send_steps(steps, first.device), first))
     state, states, corrected = first.clone(), [], []
     for step in steps:
         states.append(state[: step.stop - step.start].clone())
@@ -169,10 +174,34 @@ def pass_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums)
 
 def carry_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums) -> Tensor:
     """The last state of each piece alone. Arguments as of ``pass_states``."""
+    if kernel := _kernel(terms, sums):
+        inputs = (*_without_state(terms), send_steps(steps, first.device), first)
+        last: Tensor = kernel.pass_states(*inputs, is_kept=False)[-1]
+        return last
     state = first.clone()
     for step in steps:
         _advance(state, terms, step, sums)
     return state
+
+
+def _kernel(terms: Terms, sums: Sums) -> ModuleType | None:
+    """Triton's kernels, which go through all chunks in one launch; None where torch goes from step to step."""
+    if sums.is_exact or not terms.u.is_cuda or terms.u.dtype != torch.float32 or triton_loader.missing(terms.u.device):
+        return None
+    return triton_loader.module("delta_states")
+
+
+def _without_state(terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return terms.u, terms.w, terms.of_keys, terms.end
+
+
+def send_steps(steps: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The number of each step's first chunk, and the number of chunks of each piece."""
+    counts = [step.stop - step.start for step in steps]
+    lengths = [sum(count > piece for count in counts) for piece in range(counts[0])]
+    both = send(torch.tensor([*(step.start for step in steps), *lengths], dtype=torch.int32), device)
+    first, of_pieces = both.split((len(steps), len(lengths)))
+    return first, of_pieces
 
 
 def _advance(state: Tensor, terms: Terms, step: slice, sums: Sums) -> Tensor:
@@ -207,6 +236,10 @@ def pass_gradients(
     Returns:
         The gradients of n and of each chunk's state after it, and of the state before each piece.
     """
+    if kernel := _kernel(terms, sums):
+        _, *factors = _without_state(terms)
+        of_n, of_each, of_first = kernel.pass_gradients(read, *factors, send_steps(steps, last.device), last)
+        return of_n, of_each, of_first
     state = last.clone()
     of_corrected, of_states = torch.empty_like(read[0]), torch.empty_like(read[1])
     for step in reversed(steps):
