@@ -43,6 +43,7 @@ WORLD = {
     "resnet101": 1,
     "resnet18": 2,
     "tensor_parallel": 2,
+    "vision_language": 2,
 }
 """Ranks that a recipe launches by itself."""
 

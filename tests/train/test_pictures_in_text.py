@@ -56,6 +56,8 @@ def test_a_run_goes_on_with_the_same_bits(here):
     [
         (("token=PICTURE", "token=29"), [], "encoders at the tokens [29], and the samples' PLACEHOLDERS has [30]"),
         (("PLACEHOLDERS = ", "HOLDERS = "), [], "encoders at the tokens [30], and the samples' PLACEHOLDERS has []"),
+        (("(PICTURE, MERGE**2)", "(PICTURE, 2)"), [], "has 8 rows of 'pixels' and 2 tokens 30"),
+        (("merge=MERGE, side", "merge=4, side"), [], "reads 3 rows of an encoder at the tokens 30"),
         (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
     ],

@@ -89,6 +89,11 @@ class ModelConfig:
     z_weight: float | None = None
     """Weight of the loss that keeps the router's logits small (Zoph 2022)."""
 
+    @property
+    def label(self) -> str:
+        """The field that names the model, with its value, for errors."""
+        return f"model.name = '{self.name}'" if self.source is None else f"model.source = '{self.source}'"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedData:

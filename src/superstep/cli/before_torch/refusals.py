@@ -15,6 +15,7 @@ from superstep.cli.serve.serve_settings import serve_config
 from superstep.cli.train.live_report import require_token
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
+from superstep.plan.model.multimodal.families import has_own_units, read_multimodal
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.launch_rules import SEVERAL_HOSTS, check_launch, check_web
@@ -34,7 +35,7 @@ def check_train(arguments: train.TrainArgs) -> None:
     if arguments.web_port is not None:
         require_token()
     check_launch(config, 1 if hosts is None else hosts.count, launcher())
-    if config.model.source is not None:
+    if has_own_units(config.model):
         _check_own(config)
     elif hosts is None:
         run_directory.choose(arguments.resolved(resolve))
@@ -45,7 +46,7 @@ def check_train(arguments: train.TrainArgs) -> None:
 def check_prove(options: prove.ProveOptions, yields_to: tuple[str, ...] | None) -> None:
     """Check a layout to prove; raises as ``check_train``."""
     plan = options.plan
-    if options.model.source is not None:
+    if has_own_units(options.model):
         _check_own(options)
     else:
         if options.exact or options.serve or options.faults:
@@ -67,8 +68,8 @@ def _check_own(config: RunConfig) -> None:
     run.
     """
     check_ranges(config)
-    source = Path(str(config.model.source))
-    if not source.is_file():
+    source = Path(config.model.source or "")
+    if read_multimodal(config) is None and not source.is_file():
         raise ConfigError(f"model.source = '{source}' is not a Python file; name one, such as my_model.py.")
     if config.data.source is not None and not Path(config.data.source).is_file():
         raise ConfigError(f"data.source = '{config.data.source}' is not a Python file; name one, such as my_data.py.")

@@ -8,7 +8,7 @@ as many of the tokens as its other field fills.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -70,14 +70,33 @@ def check_placeholders(sample: Mapping[str, Tensor], fields: SampleFields, where
         )
 
 
-def require_placeholders(tokens: Sequence[int], fields: SampleFields, where: str) -> None:
-    """Check that a model reads encoders at the tokens that its samples have for them; raises DataError."""
-    given = [placeholder.token for placeholder in fields.placeholders.values()]
-    if sorted(tokens) != sorted(given):
+def require_placeholders(read: Mapping[int, int], fields: SampleFields, where: str) -> None:
+    """Check that a model reads encoders at the tokens that its samples have for them, and a row for each token.
+
+    Args:
+        read: for each token that the model reads an encoder at, the rows that the encoder gives of a whole row.
+        fields: of a row of samples.
+        where: the model's unit.
+
+    Raises:
+        DataError: both differ.
+    """
+    given = {
+        placeholder.token: fields.capacities[name] // placeholder.rows
+        for name, placeholder in fields.placeholders.items()
+    }
+    if sorted(read) != sorted(given):
         raise DataError(
-            f"{where} reads encoders at the tokens {sorted(tokens)}, and the samples' {NAME} has {sorted(given)}; give "
+            f"{where} reads encoders at the tokens {sorted(read)}, and the samples' {NAME} has {sorted(given)}; give "
             "both the same."
         )
+    for token, rows in read.items():
+        if rows != given[token]:
+            raise DataError(
+                f"{where} reads {rows} rows of an encoder at the tokens {token}, and CAPACITY and {NAME} of the "
+                f"samples have room for {given[token]} of these tokens; let {NAME} give the number of rows that "
+                "the encoder makes one of."
+            )
 
 
 def _is_pair(pair: object) -> bool:

@@ -18,6 +18,7 @@ neither honoured nor known to change nothing.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from superstep.plan.model.hf_families import (
     DEFAULTS,
     HARMLESS,
     HARMLESS_IN,
+    MORE_THAN_TEXT,
     OTHER_LAYERS,
     ModelType,
     only,
@@ -94,6 +96,11 @@ def from_hf_config(path: Path) -> ModelShape:
     kinds: tuple[ModelType, ...] = get_args(ModelType)
     if model_type not in kinds:
         known = ", ".join(repr(kind) for kind in kinds)
+        if str(model_type) in MORE_THAN_TEXT:
+            raise ConfigError(
+                f"{path}: model_type = '{model_type}' reads {MORE_THAN_TEXT[str(model_type)]}: superstep train and "
+                "prove take it, with the samples of data.source; other commands take a decoder of text."
+            )
         other = OTHER_LAYERS.get(str(model_type))
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
@@ -103,9 +110,14 @@ def from_hf_config(path: Path) -> ModelShape:
     kind = kinds[kinds.index(model_type)]
     if _is_readable(raw.get("quantization_config"), kind):
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
-    keys = JsonKeys(raw, f"{path}: ", DEFAULTS[kind])
+    return read_shape(raw, kind, f"{path}: ")
+
+
+def read_shape(raw: Mapping[str, Any], kind: ModelType, place: str) -> ModelShape:
+    """The shape in an object of a type's keys; ``place`` begins its errors. Raises as ``from_hf_config``."""
+    keys = JsonKeys(raw, place, DEFAULTS[kind])
     keys.require(only(kind))
-    shape = (read_latent_shape if kind == "deepseek_v3" else partial(_read, kind=kind))(keys, place=f"{path}: ")
+    shape = (read_latent_shape if kind == "deepseek_v3" else partial(_read, kind=kind))(keys, place=place)
     keys.require_read({*HARMLESS, *HARMLESS_IN.get(kind, ())})
     check_shape(shape)
     return shape

@@ -270,6 +270,9 @@ OTHER_LAYERS: dict[str, str] = {
 }
 """Model types with layers other than attention, and what these are."""
 
+MORE_THAN_TEXT = {"qwen3_vl": "pictures"}
+"""Model types of ``plan.model.multimodal``, and what they read beside text."""
+
 _GENERATION = (
     "max_length min_length max_new_tokens min_new_tokens do_sample early_stopping num_beams num_beam_groups "
     "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "

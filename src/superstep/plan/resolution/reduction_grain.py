@@ -95,12 +95,12 @@ def _user_grain(config: RunConfig, plan: PlanConfig) -> Grain:
     for name, ways in (("plan.tp", plan.tp), ("plan.cp", plan.cp)):
         if ways > 1:
             raise ConfigError(
-                f"{name} = {ways} with numerics.exact = true and model.source = '{config.model.source}': exact mode "
+                f"{name} = {ways} with numerics.exact = true and {config.model.label}: exact mode "
                 f"cuts the sums of its own layers only, not a user's; set {name} to 1, or numerics.exact to false."
             )
     if config.numerics.exact_chunks is not None:
         raise ConfigError(
-            f"numerics.exact_chunks = {config.numerics.exact_chunks} with model.source = '{config.model.source}': the "
+            f"numerics.exact_chunks = {config.numerics.exact_chunks} with {config.model.label}: the "
             "sums of a user's layers are not cut into chunks; leave it out."
         )
     assert plan.microbatch is not None

@@ -167,8 +167,7 @@ class Resolved:
         """The decoder's shape; raises ConfigError for a user's model."""
         if self.decoder is None:
             raise ConfigError(
-                f"model.source = '{self.config.model.source}': its steps are not predicted; view --program lists the "
-                "instructions, or leave model.source out."
+                f"{self.config.model.label}: its steps are not predicted; view --program lists the instructions."
             )
         return self.decoder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, RunConfig
+from superstep.plan.model.multimodal.families import has_own_units
 
 OF_TEXT = {
     "corpus": "names text",
@@ -28,7 +29,7 @@ def check_samples(config: RunConfig) -> None:
     source = config.data.source
     if source is None:
         return
-    if config.model.source is None:
+    if not has_own_units(config.model):
         raise ConfigError(
             f"data.source = '{source}' with model.name = '{config.model.name}': the decoder reads tokens of text; set "
             "model.source to a Python file with a model of these samples."

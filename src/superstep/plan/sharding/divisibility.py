@@ -70,7 +70,7 @@ def check_experts(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
         if plan.ep > 1:
             model, mend = f"model.name = '{config.model.name}'", ", or model.experts to the number of experts"
             if shape is None:
-                model, mend = f"model.source = '{config.model.source}'", ""
+                model, mend = config.model.label, ""
             raise ConfigError(f"plan.ep = {plan.ep} needs experts, but {model} has none; set plan.ep to 1{mend}.")
         return
     ranks = plan.dp * plan.cp * plan.tp

@@ -16,6 +16,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.axes import outline_of
+from superstep.plan.model.multimodal.families import has_own_units
 from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.fill_plan import divisors
 from superstep.plan.resolution.resolve import Resolved
@@ -59,7 +60,7 @@ def _ways(mesh: MeshShape) -> Iterator[PlanConfig]:
 def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:
     """The run's own rules; for our decoder in fast mode, further rules in turn."""
     own = dict(config.plan.rules)
-    if config.model.source is not None or config.numerics.exact:
+    if has_own_units(config.model) or config.numerics.exact:
         return config.plan.rules
     # A mixture has no feed-forward to cut.
     others = dict(RULES[number // 2 % 4]) if shape_of(config.model).moe is None else dict(RULES[number // 2 % 2 * 3])
@@ -100,14 +101,14 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
 
 def _experts(config: RunConfig, mesh: MeshShape, number: int) -> int:
     """In turn, every number of ranks that can share the experts."""
-    moe = None if config.model.source else shape_of(config.model).moe
+    moe = None if has_own_units(config.model) else shape_of(config.model).moe
     choices = [n for n in divisors(mesh.world // mesh.pp) if moe is not None and moe.experts % n == 0] or [1]
     return choices[number % len(choices)]
 
 
 def _uneven(config: RunConfig, plan: PlanConfig) -> PlanConfig:
     """A plan of our decoder with as many units as possible on its first stage."""
-    if config.model.source is not None:
+    if has_own_units(config.model):
         return plan
     others = plan.pp * plan.chunks - 1
     units = len(outline_of(shape_of(config.model)).units)

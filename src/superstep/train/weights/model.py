@@ -16,28 +16,28 @@ from superstep.engine.engine import Engine
 from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.model.axes import units
-from superstep.model.custom.user_model import load_units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
+from superstep.model.multimodal.list_units import list_units
 from superstep.model.unit import UnitSpec, global_specs, mark_frozen
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
+from superstep.plan.model.multimodal.families import has_own_units
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.state.tensor_piece import TensorPiece, Tensors
 from superstep.train.weights.user_model import resolve_user_model
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
-    """``resolve``, for our decoder and for the model of ``model.source`` alike.
+    """``resolve``, for our decoder, for the model of ``model.source`` and for families that read more than text.
 
     Raises:
         ConfigError: as ``resolve``; the file cannot be used; or its units do not run, whole or cut.
     """
-    source = config.model.source
     if config.train.loss is not None:
         load_loss(config.train.loss)  # refused before any rank is launched
-    if source is None:
+    if not has_own_units(config.model):
         run = resolve(config, world)
         return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
     return resolve_user_model(config, world)
@@ -45,7 +45,7 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
 
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
     """The units of a run's configuration, with its adapters and what is frozen."""
-    specs = load_units(run.config) if run.decoder is None else units(run.decoder)
+    specs = list_units(run.config) if run.decoder is None else units(run.decoder)
     if run.config.lora is not None:
         return adapt(specs, run.outline, run.config.lora)
     return mark_frozen(specs, run.outline)

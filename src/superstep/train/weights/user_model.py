@@ -1,5 +1,5 @@
-"""resolve_user_model: resolve a run with the user's own model. Its units run once on tensors without memory, and must
-fit the run's data.
+"""resolve_user_model: resolve a run with the user's own model, or of a family that reads more than text. Its units run
+once on tensors without memory, and must fit the run's data.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from superstep.data.samples.sample_file import open_samples
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import build, outline_of, pass_through
+from superstep.model.custom.inspect import UnitOutput, build, outline_of, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
-from superstep.model.custom.user_model import load_units
 from superstep.model.decoder import flash
+from superstep.model.multimodal.list_units import list_units
 from superstep.model.multimodal.place_rows import EmbeddingWithRows
-from superstep.model.unit import GIVEN, Fields, UnitSpec
+from superstep.model.unit import GIVEN, Fields, UnitSpec, list_sources
 from superstep.plan.config import RunConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.resolution.resolve import Resolved, resolve
@@ -28,15 +28,14 @@ from superstep.plan.sample_fields import TARGET, SampleFields
 
 
 def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
-    """``resolve`` for the units of ``model.source``.
+    """``resolve`` for the units of ``model.source``, or of a family that reads more than text.
 
     Raises:
         ConfigError: as ``resolve``; a file cannot be used; or its units do not run, whole or cut.
         DataError: ``data.source`` gives no samples.
     """
-    source = config.model.source
-    assert source is not None
-    specs = load_units(config)
+    source = config.model.source or config.model.name
+    specs = list_units(config)
     if config.train.loss is not None and specs[-1].loss is not None:
         raise ConfigError(
             f"train.loss = '{config.train.loss}', and {source} gives the last unit '{specs[-1].name}' a loss of its "
@@ -54,7 +53,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     else:
         _check_targets(source, specs[-1], run.samples, between[-1].shape)
         _check_ragged(source, specs, rows, run.samples)
-        _check_encoders(source, specs, run.samples)
+        _check_encoders(source, specs, between, run.samples)
     if config.data.is_masked:
         _check_documents(config, specs)
     if run.plan.mesh.tp > 1:
@@ -119,12 +118,16 @@ def _check_ragged(source: str, specs: Sequence[UnitSpec], rows: Fields, samples:
     pass_through(specs, rows, torch.float32, where, given)
 
 
-def _check_encoders(source: str, specs: Sequence[UnitSpec], samples: SampleFields) -> None:
-    """Check that the model reads its encoders at the tokens that the samples have for them."""
-    for spec in specs:
+def _check_encoders(
+    source: str, specs: Sequence[UnitSpec], between: Sequence[UnitOutput], samples: SampleFields
+) -> None:
+    """Check that the model reads its encoders at the tokens that the samples have for them, a row for each."""
+    for spec, sources in zip(specs, list_sources(specs), strict=True):
         module = build(spec, source)
         if isinstance(module, EmbeddingWithRows):
-            require_placeholders(module.tokens, samples, f"{source}: unit '{spec.name}'")
+            rows = [between[of].shape[1] for of in sources if isinstance(of, int)]
+            read = dict(zip(module.tokens, rows, strict=True))
+            require_placeholders(read, samples, f"{source}: unit '{spec.name}'")
 
 
 def _check_documents(config: RunConfig, specs: Sequence[UnitSpec]) -> None:

@@ -1,0 +1,71 @@
+"""Families of Hugging Face that read more than text, by the ``model_type`` of a ``config.json``.
+
+Their models are units like those of a user's file: they take fields of the samples of ``data.source``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from superstep.errors import ConfigError
+from superstep.plan.config import ModelConfig, RunConfig
+from superstep.plan.model.hf_config import read_json
+from superstep.plan.model.multimodal.hf_qwen3_vl import read_qwen3_vl, write_qwen3_vl
+from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape
+
+MultimodalShape = VisionLanguageShape
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalFamily:
+    """How a family's ``config.json`` is read and written."""
+
+    read: Callable[[Mapping[str, Any], str], MultimodalShape]
+    write: Callable[[Any], dict[str, Any]]
+
+
+FAMILIES = {"qwen3_vl": MultimodalFamily(read_qwen3_vl, write_qwen3_vl)}
+
+
+def find_family(model: ModelConfig) -> MultimodalFamily | None:
+    """The family of a ``[model]`` section; None for a decoder of text or a user's file.
+
+    Raises:
+        ConfigError: its config.json cannot be read.
+    """
+    if model.source is not None or not model.name.endswith(".json"):
+        return None
+    return FAMILIES.get(str(read_json(Path(model.name)).get("model_type")))
+
+
+def has_own_units(model: ModelConfig) -> bool:
+    """Whether a model's units are listed by a user's file, or by a family that reads more than text."""
+    return model.source is not None or find_family(model) is not None
+
+
+def read_multimodal(config: RunConfig) -> MultimodalShape | None:
+    """The shape of a run's model, if it reads more than text.
+
+    Raises:
+        ConfigError: its config.json does not fit, the run reads text alone, or another field of [model] is set.
+    """
+    model, family = config.model, find_family(config.model)
+    if family is None:
+        return None
+    if config.data.source is None:
+        raise ConfigError(
+            f"model.name = '{model.name}' reads more than text; set data.source to a Python file of samples, as in "
+            "docs/howto/pictures-in-text.md."
+        )
+    default = ModelConfig()
+    for field in fields(ModelConfig):
+        value = getattr(model, field.name)
+        if field.name not in ("name", "weights") and value != getattr(default, field.name):
+            raise ConfigError(
+                f"model.{field.name} = {value!r} with model.name = '{model.name}': a model that reads more than text "
+                "has the numbers of its file; change them there, and leave this out."
+            )
+    return family.read(read_json(Path(model.name)), f"{model.name}: ")
