@@ -67,6 +67,7 @@ from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.model import resolve_config
 from superstep.tune.config import read_recipe
 from superstep.tune.recipe import RECIPE
+from words import write_words
 
 ROOT = Path(__file__).parents[1]
 CLUSTER = cluster("64xH100")
@@ -183,6 +184,7 @@ def place(tmp_path, saved, monkeypatch):
     write_digits(tmp_path / "runs" / "digits")
     write_emoji(tmp_path / "runs" / "emoji")
     write_prompts(tmp_path / "runs" / "prompts")
+    write_words(tmp_path / "runs" / "gcide")
     run = resolve(DEMO)
     timeline = predict(run, MACHINE).timeline
     (trace,) = ([[e.index, e.start_s, e.end_s] for e in timeline.of(rank)] for rank in range(1))
@@ -339,6 +341,7 @@ def test_toml_on_a_page_resolves(page, tmp_path, monkeypatch):
     write_digits(tmp_path / "runs" / "digits")
     write_emoji(tmp_path / "runs" / "emoji")
     write_prompts(tmp_path / "runs" / "prompts")
+    write_words(tmp_path / "runs" / "gcide")
     monkeypatch.chdir(tmp_path)
     for number, (block, _) in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"

@@ -252,14 +252,14 @@ from superstep.train.proof.proof_inputs import Cases, prove_case
 
 def main():
     assert str(superstep.__file__).startswith(sys.argv[1]), superstep.__file__
-    assert set(RULES) == set(MOMENTS) == {"adamw", "lion", "sgd"}
+    assert set(RULES) == set(MOMENTS) == {"adamw", "lion", "sgd", "momentum"}
     config = small.config(layers=2, dp=2, zero=2)
     runs = {name: resolve(replace(config, train=replace(config.train, optimizer=name, lr=0.1))) for name in MOMENTS}
     held = {name: rank_bytes(run, compile_step(run.plan))[0].optimizer for name, run in runs.items()}
-    assert held["sgd"] == held["lion"] < held["adamw"]
+    assert held["momentum"] == held["lion"] < held["adamw"]
     folder = Path(sys.argv[2])
     corpus = write_corpus(folder / "corpus", vocab=small.VOCAB)
-    case = Cases(folder / "references", corpus, steps=3).case(runs["sgd"], reruns=True)
+    case = Cases(folder / "references", corpus, steps=3).case(runs["momentum"], reruns=True)
     verdict = launch_on("cpu", 2, prove_case, case)
     assert verdict.is_proven, verdict.first and verdict.first.describe()
 

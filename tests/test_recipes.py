@@ -18,6 +18,7 @@ from superstep.program.compile import compile_evaluation, compile_step
 from superstep.program.instructions import Backward, Fetch, Forward, Step
 from superstep.program.text import read_program, write_program
 from superstep.train.weights.model import resolve_config
+from words import write_words
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
@@ -44,6 +45,9 @@ WORLD = {
     "resnet18": 2,
     "tensor_parallel": 2,
     "vision_language": 2,
+    "word2vec": 2,
+    "word2vec_cbow": 2,
+    "word2vec_tree": 2,
 }
 """Ranks that a recipe launches by itself."""
 
@@ -55,6 +59,7 @@ def _root(monkeypatch, tmp_path):
     write_digits(tmp_path / "runs" / "digits")
     write_emoji(tmp_path / "runs" / "emoji")
     write_prompts(tmp_path / "runs" / "prompts")
+    write_words(tmp_path / "runs" / "gcide")
     monkeypatch.chdir(tmp_path)
 
 

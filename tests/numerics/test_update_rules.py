@@ -59,7 +59,14 @@ def lion(w, grads):
     return [w, m]
 
 
-TEXTBOOK = {"adamw": adamw, "lion": lion}
+def sgd(w, grads):
+    for step, g in enumerate(grads):
+        now = numbers(step)
+        w -= now.lr * (g / now.scale + 0.1 * w)
+    return [w]
+
+
+TEXTBOOK = {"adamw": adamw, "lion": lion, "sgd": sgd}
 
 
 def test_each_optimizer_has_a_rule():

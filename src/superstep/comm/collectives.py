@@ -67,6 +67,21 @@ def together(parts: Sequence[PendingCollective]) -> PendingCollective:
     return parts[0] if len(parts) == 1 else _Together(parts)
 
 
+@dataclass(frozen=True)
+class FollowedCollective:
+    """An operation, and what to do with its result once it is there."""
+
+    operation: PendingCollective
+    after: Callable[[], object]
+
+    def wait(self) -> None:
+        self.operation.wait()
+        self.after()
+
+    def is_done(self) -> bool:
+        return self.operation.is_done()
+
+
 def all_reduce(buffer: Tensor, group: Group) -> PendingCollective:
     """Sum ``buffer`` over the group, in place."""
     work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -143,6 +158,11 @@ def sum_over(values: Tensor, group: Group | None) -> Tensor:
     if group is not None:
         dist.all_reduce(values, group=group)
     return values
+
+
+def unite(marks: Tensor, group: Group) -> None:
+    """Set the marks, uint8, that are set on any rank of the group."""
+    dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
 
 
 def gather_sequence(x: Tensor, group: Group) -> Tensor:

@@ -23,7 +23,7 @@ from superstep.engine.exact.layer_settings import ExactLayers, grid_of
 from superstep.engine.exact.loss import build_exact_loss
 from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
-from superstep.engine.layer_table import LayerContext
+from superstep.engine.layer_table import LayerContext, RowSinks
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.metrics.token_metrics import sees_part
@@ -66,7 +66,8 @@ def assemble(
     exact = _exact(run, mesh, buffers, sums, excess)
     sources = list_sources(specs)
     here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
-    layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact) for unit in here}
+    rows = _row_sinks(plan.resting, buffers, exact)
+    layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact, rows) for unit in here}
     built = _build_modules(run, specs, mesh, buffers, layers)
     modules = {unit: module for unit, (module, _) in built.items()}
     held = find_held(run, specs, mesh, compute_dtype, example)
@@ -84,7 +85,7 @@ def assemble(
         sources=sources,
         compute=compute,
         chosen={unit: chosen for unit, (_, chosen) in built.items()},
-        parameters={unit: tuple(_adders(module, exact)) for unit, module in modules.items()},
+        parameters={unit: tuple(_adders(module, exact, rows)) for unit, module in modules.items()},
         sums=sums,
         selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
         loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
@@ -115,7 +116,13 @@ def _build_modules(
 
 
 def _layer_context(
-    run: Resolved, mesh: Mesh, unit: int, sources: Sequence[Source], sums: GradientSums, exact: ExactLayers | None
+    run: Resolved,
+    mesh: Mesh,
+    unit: int,
+    sources: Sequence[Source],
+    sums: GradientSums,
+    exact: ExactLayers | None,
+    rows: RowSinks,
 ) -> LayerContext:
     plan = run.plan
     return LayerContext(
@@ -128,6 +135,7 @@ def _layer_context(
         is_compiled=run.config.numerics.compile and plan.recomputed[unit],
         kernels=layer_kernels(run, mesh.device),
         exact=exact,
+        rows=rows,
         is_users=run.decoder is None,
     )
 
@@ -138,10 +146,26 @@ def _parameters(buffers: Buffers, resting: Sequence[int]) -> dict[str, torch.nn.
     return {slot.spec.name: params[slot.local] for b, params in every for slot in b.layout.slots}
 
 
-def _adders(module: torch.nn.Module, exact: ExactLayers | None) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
+def _row_sinks(resting: Sequence[int], buffers: Buffers, exact: ExactLayers | None) -> RowSinks:
+    """The targets of the sparse gradients of tables."""
+    every = [b for unit, each in buffers.items() if unit not in resting for b in each]
+    return {
+        param: b.make_row_sink(slot, None if exact is None else exact.sinks[param].grid)
+        for b in every
+        if b.touched is not None
+        for slot in b.layout.slots
+        for param in (b.params[slot.local],)
+    }
+
+
+def _adders(
+    module: torch.nn.Module, exact: ExactLayers | None, rows: RowSinks
+) -> Iterator[tuple[torch.nn.Parameter, Adder]]:
     """For each parameter, the function that adds a gradient to its buffer."""
     for param in module.parameters():
-        if exact is not None and param.requires_grad:
+        if param in rows:
+            yield param, rows[param].add
+        elif exact is not None and param.requires_grad:
             yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
         elif param.grad is not None:
             yield param, param.grad.add_

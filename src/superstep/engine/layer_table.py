@@ -4,6 +4,7 @@ In place of the layer, the first that applies:
 
     the loss        the head's product, which the loss multiplies by itself, a chunk of tokens at a time
     dropout         random numbers by place
+    sparse tables   gradients of the touched rows                                  sparse=True
     exact mode      sums of one order                                              numerics.exact
     compiled        torch.compile's code; gradients are added when whole           numerics.compile
     fast mode       kernels for norms, gates and the rotary embedding              numerics.kernels
@@ -19,7 +20,9 @@ Around it, inner ones first, all that apply:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +30,9 @@ from torch import Tensor, nn
 from superstep.comm.mesh import Group
 from superstep.engine.exact.layer_settings import ExactLayers
 from superstep.engine.exact.modules import exact_layers, exact_user_layers
+from superstep.engine.flat.touched_rows import RowSink
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, list_fused_layers
-from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight
+from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight, hands_to
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
@@ -40,6 +44,9 @@ from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
 from superstep.numerics.noise import CurrentNoise
 from superstep.plan.rules import Rules
+
+RowSinks: TypeAlias = Mapping[nn.Parameter, RowSink]
+"""The target of each sparse gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class LayerContext:
         noise: of the unit's forward, for its dropout.
         kernels: of the loss, norms, gates and the rotary embedding.
         exact: of exact mode; None in fast mode.
+        rows: of tables with sparse gradients.
         is_users: the model is a user's own.
     """
 
@@ -68,6 +76,7 @@ class LayerContext:
     noise: CurrentNoise = field(default_factory=CurrentNoise)
     kernels: LayerKernels = "torch"
     exact: ExactLayers | None = None
+    rows: RowSinks = field(default_factory=dict)
     is_users: bool = False
 
 
@@ -77,7 +86,7 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    dropping = dropping_by_place(context.noise)
+    dropping = dropping_by_place(context.noise) + adding_rows(context.rows)
     if context.exact is not None and context.is_users:  # its loss takes logits
         return dropping + exact_user_layers(spec, context.exact)
     first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels) + dropping
@@ -129,6 +138,25 @@ def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
             "model",
             lambda path, layer: is_dropout(layer),
             lambda path, layer, inner: drop_by_place(path, layer, noise),
+        ),
+    )
+
+
+def adding_rows(sinks: RowSinks) -> tuple[Implementation, ...]:
+    """Embeddings with ``sparse=True``: rows of their gradient are added to the buffer, and marked."""
+
+    def build(path: str, layer: nn.Embedding, inner: Forward) -> Forward:
+        table = layer.get_parameter("weight")
+        if not table._post_accumulate_grad_hooks:  # a table that units share has one hook
+            table.register_post_accumulate_grad_hook(hands_to(sinks[table].add))
+        return inner
+
+    return (
+        Implementation(
+            "gradient of touched rows",
+            "sparse=True",
+            lambda path, layer: isinstance(layer, nn.Embedding) and layer.weight in sinks,
+            build,
         ),
     )
 

@@ -13,6 +13,7 @@ from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Group
 from superstep.comm.objects import gather
 from superstep.engine.flat.buffers import UnitBuffers
+from superstep.kernels.rows.table_rows import square_rows, update_rows
 from superstep.model.unit import step_of_statistic
 from superstep.numerics.fixed_point import (
     BLOCK,
@@ -103,11 +104,12 @@ class Optimizer:
         for unit in self._units:
             unit.buffers.finish_gradient()
         parts = [unit.buffers.reduced[low:high] for unit in _list_learnt(self._units) for low, high in unit.ranges]
+        sparse = [unit.buffers for unit in _list_sparse(self._units) if unit.ranges]
         if self._is_exact:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
             squares[3] = excess.is_exceeded(numbers.device)
             squares[4:] = send(torch.tensor(flags, dtype=torch.int64), numbers.device)
-            for part in parts:
+            for part in (*parts, *map(_touched_rows, sparse)):
                 squares[:3] += square_sum(part)
             summed: list[int] = sum_over(squares, self._world).tolist()
             if summed[3]:
@@ -119,6 +121,8 @@ class Optimizer:
         square = torch.zeros((), dtype=torch.float64, device=numbers.device)
         for part in parts:
             square += _square(part)
+        for buffers in sparse:
+            square += _row_square(buffers)
         flag_numbers = send(torch.tensor(flags, dtype=torch.float64), numbers.device)
         mine = torch.cat((square.view(1), flag_numbers, numbers))
         total: list[float] = sum_over(mine, self._world).tolist()
@@ -134,11 +138,13 @@ class Optimizer:
         self.steps += 1
         if self.watcher is None:
             self._update_all(self._of_all, lr, norm)
+            self._update_rows(self._units, lr, norm)
             _add_statistics(self._units)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
                 self._update_all(updates, lr, norm)
+                self._update_rows([unit], lr, norm)
                 _add_statistics([unit])
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
@@ -158,10 +164,35 @@ class Optimizer:
             elif params:
                 self._rule.fused(params, grads, moments, self.hyper, now)
 
+    def _update_rows(self, units: Sequence[OwnedRanges], lr: float, norm: float) -> None:
+        """Update touched rows of tables with sparse gradients: by SGD, as other rules move rows without a gradient."""
+        scale = max(norm / self.hyper.clip_norm, 1.0)
+        for buffers in (unit.buffers for unit in _list_sparse(units)):
+            assert buffers.touched is not None
+            table, grads = map(buffers.touched.rows_of, (buffers.master, buffers.reduced))
+            update_rows(table, buffers.list_touched(), grads, lr=lr, scale=scale, most_norm=self.hyper.clip_row_norm)
+
 
 def _list_learnt(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
-    """Those that the rule updates: all but running statistics."""
-    return [unit for unit in units if unit.buffers.layout.family != "statistics"]
+    """Those that the rule updates whole: all but running statistics and tables with sparse gradients."""
+    return [unit for unit in units if unit.buffers.layout.family not in ("statistics", "sparse")]
+
+
+def _list_sparse(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
+    """Those of which the rule updates touched rows."""
+    return [unit for unit in units if unit.buffers.touched is not None]
+
+
+def _touched_rows(buffers: UnitBuffers) -> Tensor:
+    """The gradients of touched rows, [U, W]."""
+    assert buffers.touched is not None
+    return buffers.touched.rows_of(buffers.reduced).index_select(0, buffers.list_touched())
+
+
+def _row_square(buffers: UnitBuffers) -> Tensor:
+    """The squared norm of the touched rows' gradients."""
+    assert buffers.touched is not None
+    return square_rows(buffers.touched.rows_of(buffers.reduced), buffers.list_touched())
 
 
 def _add_statistics(units: Sequence[OwnedRanges]) -> None:

@@ -52,6 +52,7 @@ class StepUpdate:
                 eps=train.eps,
                 weight_decay=train.weight_decay,
                 clip_norm=train.clip_norm,
+                clip_row_norm=math.inf if train.clip_row_norm is None else train.clip_row_norm,
             ),
             state.mesh.world,
             is_exact=state.run.plan.grain is not None,

@@ -44,6 +44,10 @@ class ParamSpec:
     """The factor of an adapter; None for the model's own parameter."""
     is_statistic: bool = False
     """Whether it is a running statistic: its update adds its gradient, and nothing else."""
+    is_sparse: bool = False
+    """Whether it is the table of an ``nn.Embedding`` with ``sparse=True``: only the rows that a step touches have a
+    gradient.
+    """
     is_frozen: bool = False
     """Whether it is not trained; the run's configuration sets it."""
     sign_step: float | None = None

@@ -10,6 +10,8 @@ With the learning rate lr, the decay d, and the number of updates t, this one in
             w = (1 - lr d) w - lr sign(c)
             m = β2 m + (1 - β2) g
 
+    sgd     w = (1 - lr d) w - lr g
+
 Each is written in operations that IEEE 754 rounds in one way, on each element by itself: so it has the same bits
 however a tensor is cut. A rule may have a kernel besides, for runs that are not exact. The moments that a rule is given
 are those of ``plan.optimizers``, in that order.
@@ -17,6 +19,7 @@ are those of ``plan.optimizers``, in that order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +38,7 @@ class OptimizerSettings:
     eps: float
     weight_decay: float
     clip_norm: float
+    clip_row_norm: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +122,16 @@ def _lion(
     first.mul_(h.beta2).add_(grad.mul_(1 - h.beta2))
 
 
+def _sgd(
+    param: Tensor, grad: Tensor, moments: Sequence[Tensor], settings: OptimizerSettings, now: UpdateNumbers
+) -> None:
+    if now.decay:
+        param.mul_(1 - now.lr * now.decay)
+    param.sub_((grad / now.scale).mul_(now.lr))
+
+
 RULES: Mapping[OptimizerName, UpdateRule] = {
     "adamw": UpdateRule(_adamw, _update_fused_adamw),
     "lion": UpdateRule(_lion),
+    "sgd": UpdateRule(_sgd),
 }

@@ -149,8 +149,8 @@ class TrainConfig:
     batch_sequences: int = 16
     """Sequences in the global batch of one step."""
     optimizer: OptimizerName = "adamw"
-    """adamw (Loshchilov 2019), or lion (Chen 2023), which keeps one moment: with an `lr` that is 3 to 10 times smaller,
-    and a `weight_decay` that is as many times larger.
+    """adamw (Loshchilov 2019); lion (Chen 2023), which keeps one moment: with an `lr` that is 3 to 10 times smaller,
+    and a `weight_decay` that is as many times larger; or sgd, which keeps none.
     """
     lr: float = 3e-3
     """The highest learning rate, reached at the end of the warm-up."""
@@ -172,6 +172,8 @@ class TrainConfig:
     """AdamW's term added to the root of the second moment."""
     clip_norm: float = 1.0
     """The largest global gradient norm; larger gradients are scaled down to it."""
+    clip_row_norm: float | None = None
+    """The largest norm of a row's gradient in tables with sparse gradients; none leaves them as they are."""
     skip: tuple[str, ...] = ()
     """Batches to leave out, as `STEP:BATCHES`: after that step, that many batches are not trained on."""
     loss: str | None = None

@@ -13,11 +13,11 @@ from typing import Literal
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-Family = Literal["dense", "experts", "adapters", "statistics", "frozen"]
-"""Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters, running statistics and
-frozen parameters are on the same ranks as the dense ones, in buffers of their own.
+Family = Literal["dense", "experts", "adapters", "statistics", "sparse", "frozen"]
+"""Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters, running statistics, tables
+with sparse gradients and frozen parameters are on the same ranks as the dense ones, in buffers of their own.
 """
-FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters", "statistics", "frozen")
+FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters", "statistics", "sparse", "frozen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

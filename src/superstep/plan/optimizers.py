@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-OptimizerName = Literal["adamw", "lion"]
+OptimizerName = Literal["adamw", "lion", "sgd"]
 Moment = Literal["exp_avg", "exp_avg_sq"]
 
 MOMENTS: Mapping[OptimizerName, tuple[Moment, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
+    "sgd": (),
 }
 """fp32 numbers beside each parameter, which begin at zero."""
 

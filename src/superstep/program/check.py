@@ -55,9 +55,10 @@ class _Rank:
         self.held = set(program.list_held_units(number))
         self.has_transfers = "transfers" in program.passes
         # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
-        is_cut = program.shards_optimizer and ins.Reduce in kinds
+        has_reductions = bool(kinds & {ins.Reduce, ins.ReduceRows})
+        is_cut = program.shards_optimizer and has_reductions
         self.is_fetched = ins.Fetch in kinds or (is_cut and "fetch" in program.passes)
-        self.is_reduced = ins.Reduce in kinds
+        self.is_reduced = has_reductions
         self.is_replicated = ins.ReduceReplicas in kinds
         self.is_training = bool(kinds & {ins.Backward, ins.BackwardInput})
         self.taken, self.gradient_values = program.taken, program.gradient_values
@@ -265,6 +266,8 @@ class _Rank:
     def _sum(self, i: ins.Reduce | ins.Settle | ins.ReduceReplicas | ins.Tie) -> str:
         match i:
             case ins.Reduce(unit) | ins.Settle(unit):
+                if isinstance(i, ins.Reduce) and isinstance(i, ins.ReduceRows) != (unit in self.program.sparse):
+                    return "the rows of sparse tables are reduced by reduce-rows, and nothing else is"
                 return self._reduction(unit, is_start=isinstance(i, ins.Reduce))
             case ins.ReduceReplicas(unit):
                 return self._replicas(unit)

@@ -13,7 +13,7 @@ beside the compute until something needs their result:
               Step, Free
     fetch     Fetch                                          computes with the unit's parameters
     reduce    Reduce                                         settles the unit's gradient
-              ReduceReplicas                                 ties, sums partial gradients or steps
+              ReduceRows, ReduceReplicas                     ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
     snapshot  Snapshot                                       steps
 """
@@ -117,6 +117,13 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceRows(Reduce):
+    """The same for a unit with tables of which only the rows that a step touches have a gradient: of these tables the
+    ranks sum the rows that any of them has touched, and no others.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Settle:
     """Wait for the unit's reduction; with ZeRO 2 and 3 add it to the shard and drop the full buffer."""
 
@@ -167,6 +174,7 @@ Instruction: TypeAlias = (
     | Send
     | Recv
     | Reduce
+    | ReduceRows
     | Settle
     | ReduceReplicas
     | Tie
@@ -191,6 +199,7 @@ class Program(ZeroStage):
         frozen: the units without trained parameters, which are not reduced.
         resting: those of them that another phase of the step trains.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
+        sparse: the units with tables of which only touched rows have a gradient.
     """
 
     units: tuple[str, ...]
@@ -204,6 +213,7 @@ class Program(ZeroStage):
     frozen: tuple[int, ...] = ()
     inputs: tuple[tuple[int, ...], ...] = ()
     resting: tuple[int, ...] = ()
+    sparse: tuple[int, ...] = ()
 
     @property
     def fixed(self) -> tuple[int, ...]:

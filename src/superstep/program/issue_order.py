@@ -25,6 +25,7 @@ ALONE = frozenset(
         ins.Free,
         ins.Recompute,
         ins.Reduce,
+        ins.ReduceRows,
         ins.ReducePartial,
         ins.ReduceReplicas,
         ins.Settle,

@@ -65,6 +65,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         frozen=plan.frozen,
         inputs=plan.inputs,
         resting=plan.resting,
+        sparse=plan.sparse,
     )
 
 
@@ -158,7 +159,7 @@ def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> 
             if program.shards_gradients and final:
                 yield from (ins.Settle(w) for w in waiting)
                 waiting.clear()
-            yield from (ins.Reduce(u) for u in final)
+            yield from (ins.ReduceRows(u) if u in program.sparse else ins.Reduce(u) for u in final)
             waiting += final
         yield from (ins.Settle(w) for w in waiting)
 

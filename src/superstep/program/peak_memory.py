@@ -152,7 +152,9 @@ class _Held:
         self.sizes = sizes
         self.received = find_received_values(program, rank)
         self.are_params_transient = program.shards_parameters
-        self.are_gradients_transient = program.shards_gradients and ins.Reduce in map(type, program.ranks[rank])
+        self.are_gradients_transient = program.shards_gradients and any(
+            isinstance(i, ins.Reduce) for i in program.ranks[rank]
+        )
         self.taken, self.gradient_values = program.taken, program.gradient_values
         self.uses = program.count_uses(rank)
         self.left: dict[tuple[int, int], int] = {}

@@ -35,12 +35,12 @@ def describe(instruction: Instruction) -> str:
             return f"send {wire} u{unit} m{m} to {peer}"
         case ins.Recv(wire, unit, m, peer):
             return f"recv {wire} u{unit} m{m} from {peer}"
+        case ins.ReduceRows(unit) | ins.ReduceReplicas(unit):
+            return f"reduce-{type(instruction).__name__.removeprefix('Reduce').lower()} u{unit}"
         case (
             ins.Fetch(unit) | ins.Free(unit) | ins.Reduce(unit) | ins.Settle(unit) | ins.Tie(unit) | ins.Snapshot(unit)
         ):
             return f"{type(instruction).__name__.lower()} u{unit}"
-        case ins.ReduceReplicas(unit):
-            return f"reduce-replicas u{unit}"
         case ins.ReducePartial():
             return "reduce-partial"
         case ins.Step():
@@ -54,6 +54,7 @@ def write_program(program: Program) -> str:
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
             + (f" takes {','.join(map(str, program.inputs[u])) or '-'}" if program.inputs else "")
+            + (" sparse" if u in program.sparse else "")
             + (" resting" if u in program.resting else " frozen" if u in program.frozen else "")
             for u, name in enumerate(program.units)
         ),
@@ -86,6 +87,7 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (r"fetch u(\d+)", lambda f: ins.Fetch(int(f[1]))),
     (r"free u(\d+)", lambda f: ins.Free(int(f[1]))),
     (r"reduce u(\d+)", lambda f: ins.Reduce(int(f[1]))),
+    (r"reduce-rows u(\d+)", lambda f: ins.ReduceRows(int(f[1]))),
     (r"settle u(\d+)", lambda f: ins.Settle(int(f[1]))),
     (r"reduce-replicas u(\d+)", lambda f: ins.ReduceReplicas(int(f[1]))),
     (r"tie u(\d+)", lambda f: ins.Tie(int(f[1]))),
@@ -104,7 +106,7 @@ def read_instruction(text: str) -> Instruction:
     raise UserError(f"'{text}' is no instruction.")
 
 
-_UNIT = re.compile(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|-))?( frozen| resting)?")
+_UNIT = re.compile(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|-))?( sparse)?( frozen| resting)?")
 
 
 def read_program(text: str) -> Program:
@@ -120,6 +122,7 @@ def read_program(text: str) -> Program:
     ranks: list[list[Instruction]] = []
     frozen: list[int] = []
     resting: list[int] = []
+    sparse: list[int] = []
     inputs: list[tuple[int, ...]] = []
     for number, line in enumerate(lines[1:], start=2):
         if unit := _UNIT.fullmatch(line):
@@ -127,8 +130,9 @@ def read_program(text: str) -> Program:
             params.append(tuple(int(p) for p in unit[3].split(",")))
             stages.setdefault(int(unit[4]), []).append(int(unit[1]))
             inputs += [tuple(int(u) for u in unit[6].split(",") if u != "-")] if unit[5] else []
-            frozen += [int(unit[1])] if unit[7] else []
-            resting += [int(unit[1])] if unit[7] == " resting" else []
+            sparse += [int(unit[1])] if unit[7] else []
+            frozen += [int(unit[1])] if unit[8] else []
+            resting += [int(unit[1])] if unit[8] == " resting" else []
         elif line == f"rank {len(ranks)}":
             ranks.append([])
         elif line.startswith("  ") and ranks:
@@ -150,4 +154,5 @@ def read_program(text: str) -> Program:
         frozen=tuple(frozen),
         inputs=tuple(inputs),
         resting=tuple(resting),
+        sparse=tuple(sparse),
     )

@@ -31,9 +31,11 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "experts": unit.experts // mesh.ep,
         "adapters": unit.adapters_on_rank(mesh.tp),
         "statistics": unit.statistics,
+        "sparse": unit.sparse,
         "frozen": unit.frozen_on_rank(mesh.tp),
     }[family]
-    return pad(numel, mesh.shards(family)) if numel else 0
+    pieces = unit.row_width if family == "sparse" else 1
+    return pad(numel, mesh.shards(family) * pieces) if numel else 0
 
 
 def count_fetched_numel(run: Resolved, unit: UnitParameters) -> int:

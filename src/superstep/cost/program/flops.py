@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from superstep.plan.model.outline import Factor
+from superstep.plan.model.outline import Factor, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.rules import Rules
@@ -71,6 +71,8 @@ class UnitParameters:
         whole_factors: those that are whole on each tp rank.
         partial_factors: those of them with a cut linear.
         statistics: running statistics, whole on each tp rank.
+        sparse: tables with sparse gradients, whole on each tp rank.
+        row_width: elements that divide each of their rows.
         frozen: not trained, cut over tp; they count nowhere else.
         whole_frozen: those that are whole on each tp rank.
     """
@@ -85,6 +87,8 @@ class UnitParameters:
     statistics: int = 0
     frozen: int = 0
     whole_frozen: int = 0
+    sparse: int = 0
+    row_width: int = 0
 
     def dense_on_rank(self, tp: int) -> int:
         """Trained elements on one tensor-parallel rank, without experts and adapters."""
@@ -99,7 +103,9 @@ class UnitParameters:
         return self.frozen // tp + self.whole_frozen
 
     def on_rank(self, tp: int, ep: int = 1) -> int:
-        trained = self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp) + self.statistics
+        trained = (
+            self.dense_on_rank(tp) + self.experts // ep + self.adapters_on_rank(tp) + self.statistics + self.sparse
+        )
         return trained + self.frozen_on_rank(tp)
 
 
@@ -171,13 +177,25 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
     kinds = [
-        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic, p.is_frozen) for p in owned)
+        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic, p.is_frozen) for p in owned if not _is_sparse(p))
         for owned in run.outline.owned
     ]
     for kind in kinds:  # blocks are alike
         if kind not in known:
             known[kind] = _parameters(run.plan.rules, kind)
-    return tuple(known[kind] for kind in kinds)
+    every = tuple(known[kind] for kind in kinds)
+    return tuple(map(_with_tables, every, run.outline.owned)) if run.outline.sparse else every
+
+
+def _is_sparse(parameter: Parameter) -> bool:
+    return parameter.is_sparse and not parameter.is_frozen
+
+
+def _with_tables(unit: UnitParameters, owned: Sequence[Parameter]) -> UnitParameters:
+    """The unit with its tables with sparse gradients."""
+    tables = [p.dims for p in owned if _is_sparse(p)]
+    width = math.gcd(*(math.prod(dims[1:]) for dims in tables))
+    return replace(unit, sparse=sum(map(math.prod, tables)), row_width=width)
 
 
 def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
+from superstep.engine.flat.touched_rows import RowSink, TouchedRows
 from superstep.model.unit import initial
-from superstep.numerics.fixed_point import PARAMETER
+from superstep.numerics.fixed_point import PARAMETER, Grid
 from superstep.plan.optimizers import Moment
 from superstep.plan.zero import ZeroStage
 from superstep.state.tensor_piece import Kind
@@ -57,6 +58,9 @@ class UnitBuffers(ZeroStage):
         moments: names of those that the optimizer keeps.
         is_exact: gradients are integers on a fixed grid, as in exact mode.
         is_frozen: the parameters are not trained.
+
+    Attributes:
+        touched: rows with a gradient in this step, of tables with sparse gradients; None in other buffers.
     """
 
     def __init__(  # noqa: PLR0913
@@ -91,6 +95,7 @@ class UnitBuffers(ZeroStage):
         self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
         self.gradient_shard = self._beside_master(summed) if self.shards_gradients else self._part(self.gradient)
         self.reduced = self._beside_master() if is_exact else self.gradient_shard
+        self.touched = TouchedRows(layout, device.torch) if layout.row_width else None
         self.params = {slot.local: self._parameter(slot) for slot in layout.slots}
         self.sinks = {} if is_frozen else {slot.local: self._sink(slot) for slot in layout.slots}
         self._is_gradient_there = True
@@ -133,7 +138,7 @@ class UnitBuffers(ZeroStage):
         if self.is_frozen:
             return param
         param.grad_dtype = torch.float32
-        if not self._is_exact:
+        if not self._is_exact and not self.layout.row_width:  # sparse gradients are handed over
             param.grad = self._sink(slot)
         return param
 
@@ -145,10 +150,26 @@ class UnitBuffers(ZeroStage):
         """The part of the gradient buffer for a parameter."""
         return self.gradient.data[slot.start : slot.stop].view(slot.local_shape)
 
+    def make_row_sink(self, slot: Slot, grid: Grid | None) -> RowSink:
+        """The target of a table's sparse gradient; ``grid`` is that of exact mode."""
+        assert self.touched is not None
+        return RowSink(self.sinks[slot.local], self.touched.of_slot(slot), slot.spec.name, grid)
+
     def finish_gradient(self) -> None:
         """Convert the own part of the summed gradient to fp32 in ``reduced``, for the optimizer."""
-        if self._is_exact:
+        if not self._is_exact:
+            return
+        if self.touched is None:
             PARAMETER.take_into(self.reduced, self.gradient_shard)
+            return
+        rows = self.list_touched()
+        summed = self.touched.rows_of(self.gradient_shard).index_select(0, rows)
+        self.touched.rows_of(self.reduced).index_copy_(0, rows, PARAMETER.take(summed))
+
+    def list_touched(self) -> Tensor:
+        """The touched rows of the own part, by their numbers there."""
+        assert self.touched is not None
+        return self.touched.list_rows(self.start, self.stop)
 
     def refresh(self) -> None:
         """Copy the master weights into the own part of the modules' parameters."""
@@ -185,6 +206,14 @@ class UnitBuffers(ZeroStage):
 
     def zero_gradient(self) -> None:
         """Zero the gradients at the start of a step."""
+        if self.touched is not None:
+            self.touched.zero(self.reduced, self.start)
+            if self.shards_gradients:
+                self.touched.zero(self.gradient_shard, self.start)
+            else:
+                self.touched.zero(self.gradient)
+            self.touched.marks.zero_()
+            return
         if self.shards_gradients:
             self.gradient_shard.zero_()
         else:

@@ -99,6 +99,8 @@ class BufferLayout:
         partial: the range of elements with gradients that are partial over tp.
         numel: elements in use.
         padded: elements in all, a multiple of the shards.
+        row_width: of tables with sparse gradients, elements that divide every table's rows; shards are made of whole
+            ones. 0 in other buffers.
     """
 
     family: Family
@@ -107,6 +109,7 @@ class BufferLayout:
     partial: tuple[int, int]
     numel: int
     padded: int
+    row_width: int = 0
 
 
 def lay_out(
@@ -169,6 +172,8 @@ def _family(spec: ParamSpec, rules: Rules) -> Family:
         return "adapters"
     if spec.is_statistic:
         return "statistics"
+    if spec.is_sparse:
+        return "sparse"
     return "experts" if "ep" in map(rules.cut, spec.axes) else "dense"
 
 
@@ -245,13 +250,15 @@ def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
         start = placed.stop
         decayed = start if len(slot.shape) > 1 else decayed
     partial = [slot for slot in packed if slot.is_partial]
+    row_width = math.gcd(*(math.prod(slot.local_shape[1:]) for slot in slots)) if family == "sparse" else 0
     return BufferLayout(
         family=family,
         slots=tuple(packed),
         decayed=decayed,
         partial=(partial[0].start, partial[-1].stop) if partial else (0, 0),
         numel=start,
-        padded=pad(start, mesh.shards(family)),
+        padded=pad(start, mesh.shards(family) * max(row_width, 1)),
+        row_width=row_width,
     )
 
 

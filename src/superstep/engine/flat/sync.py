@@ -1,4 +1,5 @@
-"""Synchronisation of ranks with the same parameters: gather them, and sum their gradients.
+"""Synchronisation of ranks with the same parameters: gather them, and sum their gradients; of tables with sparse
+gradients only the touched rows.
 
 Frozen weights are gathered and never summed.
 """
@@ -12,6 +13,7 @@ import torch
 from superstep.comm.collectives import PendingCollective, all_gather, all_reduce, reduce_scatter, together
 from superstep.comm.mesh import Group, Mesh
 from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.touched_rows import reduce_rows
 from superstep.plan.mesh import FAMILIES
 
 
@@ -33,7 +35,9 @@ def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> PendingColl
     started: list[PendingCollective] = []
     for buffers in trained:
         group = mesh.sharers[buffers.layout.family].reduce
-        if group is not None and buffers.zero:
+        if group is not None and buffers.touched is not None:
+            started.append(reduce_rows(buffers.gradient, buffers.touched, group, tag=unit if buffers.zero else None))
+        elif group is not None and buffers.zero:
             started.append(reduce_scatter(buffers.gradient, group, tag=unit))
         elif group is not None:
             started.append(all_reduce(buffers.gradient, group))
@@ -46,14 +50,20 @@ def reduce_replicas(trained: Sequence[UnitBuffers], mesh: Mesh) -> PendingCollec
     for buffers in trained:
         group = mesh.sharers[buffers.layout.family].replicas
         if group is not None:
-            started.append(all_reduce(buffers.gradient_shard, group))
+            started.append(_reduce_shard(buffers, group))
     return together(started)
 
 
 def tie(trained: Sequence[UnitBuffers], group: Group) -> None:
     """Sum the gradients of parameters that several pipeline ranks hold."""
     for buffers in trained:
-        all_reduce(buffers.gradient_shard, group).wait()
+        _reduce_shard(buffers, group).wait()
+
+
+def _reduce_shard(buffers: UnitBuffers, group: Group) -> PendingCollective:
+    if buffers.touched is None:
+        return all_reduce(buffers.gradient_shard, group)
+    return reduce_rows(buffers.gradient_shard, buffers.touched, group, start=buffers.start)
 
 
 def reduce_partial(trained: Iterable[UnitBuffers], tp: Group) -> None:

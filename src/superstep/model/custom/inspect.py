@@ -20,7 +20,7 @@ from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
 from superstep.model.custom.check_phases import check_phases
-from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
+from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear, is_sparse_table
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
 from superstep.model.unit import (
@@ -145,6 +145,11 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
                 f"{where}: unit '{spec.name}', '{local}' has is_statistic = {param.is_statistic}; set it to "
                 f"{not param.is_statistic}: {' and '.join(STATISTICS)} of a batch norm are statistics, nothing else."
             )
+        if param.is_sparse != is_sparse_table(module, local):
+            raise ConfigError(
+                f"{where}: unit '{spec.name}', '{local}' has is_sparse = {param.is_sparse}; set it to "
+                f"{not param.is_sparse}: tables of nn.Embedding(..., sparse=True) are sparse, nothing else."
+            )
         yield Parameter(
             name=param.name,
             axes=param.axes,
@@ -152,6 +157,7 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             layer=_layer(layer),
             is_plain=is_plain,
             is_statistic=param.is_statistic,
+            is_sparse=param.is_sparse,
         )
 
 

@@ -18,7 +18,15 @@ def is_plain_embedding(layer: nn.Module) -> bool:
         and layer.padding_idx is None
         and layer.max_norm is None
         and not layer.scale_grad_by_freq
+        and not layer.sparse
     )
+
+
+def is_sparse_table(module: nn.Module, local: str) -> bool:
+    """Whether a parameter of a module is the table of an embedding with ``sparse=True``."""
+    path, _, leaf = local.rpartition(".")
+    layer = module.get_submodule(path)
+    return leaf == "weight" and isinstance(layer, nn.Embedding) and layer.sparse
 
 
 def _is_untouched(layer: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import is_statistic
+from superstep.model.custom.is_plain import is_sparse_table
 from superstep.model.custom.unsupported_modules import check_hooks, check_modules
 from superstep.model.unit import Loss, ParamSpec, UnitSpec
 
@@ -59,6 +60,7 @@ def as_units(
                 std=None,
                 values=param.detach(),
                 is_statistic=is_statistic(module, local),
+                is_sparse=is_sparse_table(module, local),
             )
             for local, param in module.named_parameters()
         }

@@ -50,6 +50,7 @@ _INKS: dict[type[Instruction], InstructionInk] = {
     ins.Step: UPDATE,
     ins.Fetch: FETCH,
     ins.Reduce: REDUCE,
+    ins.ReduceRows: REDUCE,
     ins.ReduceReplicas: REDUCE,
     ins.Snapshot: SNAPSHOT,
 }

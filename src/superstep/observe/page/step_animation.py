@@ -41,6 +41,7 @@ _LABELS: dict[type[Instruction], tuple[str, str, str]] = {
     ins.Free: ("free", "compute", "free"),
     ins.Fetch: ("fetch", "fetch", "fetch parameters"),
     ins.Reduce: ("reduce", "reduce", "reduce gradients"),
+    ins.ReduceRows: ("reduce-rows", "reduce", "reduce touched rows"),
     ins.ReduceReplicas: ("reduce-replicas", "reduce", "reduce over replicas"),
     ins.Send: ("send", "wire", "send"),
     ins.Recv: ("recv", "wire", "receive"),

@@ -42,6 +42,7 @@ KINDS: tuple[type[Instruction], ...] = (
     ins.Send,
     ins.Recv,
     ins.Snapshot,
+    ins.ReduceRows,
 )
 LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot")
 NS = 1e9

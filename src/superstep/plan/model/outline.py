@@ -31,6 +31,7 @@ class Parameter:
         factor: which factor of an adapter it is; None for the model's own.
         is_statistic: whether it is a running statistic.
         is_frozen: whether it is not trained.
+        is_sparse: whether it is a table of which only the rows that a step touches have a gradient.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     factor: Factor | None = None
     is_statistic: bool = False
     is_frozen: bool = False
+    is_sparse: bool = False
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements on one tensor-parallel rank."""
@@ -91,6 +93,11 @@ class Outline:
         return tuple(
             tuple(p for p in unit.parameters if owners[p.name] == number) for number, unit in enumerate(self.units)
         )
+
+    @property
+    def sparse(self) -> tuple[int, ...]:
+        """The units that own trained tables with sparse gradients."""
+        return tuple(n for n, owned in enumerate(self.owned) if any(p.is_sparse and not p.is_frozen for p in owned))
 
     @property
     def is_tied(self) -> bool:

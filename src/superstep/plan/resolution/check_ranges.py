@@ -45,7 +45,7 @@ AT_LEAST = {
 }
 """The least value of each field."""
 
-ABOVE_ZERO = ("train.lr", "train.clip_norm", "train.eps", "observe.peak_flops")
+ABOVE_ZERO = ("train.lr", "train.clip_norm", "train.eps", "train.clip_row_norm", "observe.peak_flops")
 """Fields above zero, and finite."""
 
 SHARES = ("model.dropout", "train.beta1", "train.beta2", "data.validation_fraction")

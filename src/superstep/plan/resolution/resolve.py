@@ -53,6 +53,7 @@ class Plan(ZeroStage):
             head.
         frozen: units without trained parameters; of one phase, those that it does not train.
         resting: those of them that another phase trains.
+        sparse: units with tables of which only touched rows have a gradient.
         phases: for each phase of a step, its name and the units that it trains; () for a step of one.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
@@ -87,6 +88,7 @@ class Plan(ZeroStage):
     mtp_weight: float | None = None
     snapshots: bool = False
     resting: tuple[int, ...] = ()
+    sparse: tuple[int, ...] = ()
     phases: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def list_phases(self) -> tuple[Plan, ...]:
@@ -243,6 +245,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         units=outline.names,
         params=outline.reads,
         frozen=list_frozen_units(outline),
+        sparse=outline.sparse,
         phases=_phases(outline),
         recomputed=outline.recomputed,
         inputs=outline.inputs,
@@ -266,6 +269,7 @@ def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> 
         "experts": bool(shape and shape.moe),
         "adapters": config.lora is not None,
         "statistics": any(p.is_statistic and not p.is_frozen for unit in outline.units for p in unit.parameters),
+        "sparse": bool(outline.sparse),
         "frozen": any(p.is_frozen for unit in outline.units for p in unit.parameters),
     }
     return tuple(family for family in FAMILIES if has[family])

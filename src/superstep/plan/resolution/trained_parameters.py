@@ -8,9 +8,17 @@ from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.freeze import freeze
 from superstep.plan.resolution.lora import add_lora
+from superstep.plan.resolution.sparse import check_sparse
 
 
 def choose_trained(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Outline:
+    """``mark_trained``, and a check of the tables with sparse gradients. Raises as it does."""
+    outline = mark_trained(config, shape, outline)
+    check_sparse(config, outline)
+    return outline
+
+
+def mark_trained(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Outline:
     """The outline with a run's adapters, and with its frozen parameters marked.
 
     Args:

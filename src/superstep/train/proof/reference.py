@@ -257,13 +257,13 @@ def _steps(
             phase.optimizer.zero_grad()
             loss += _add_gradients(forward, phase, batch, train, step, together)
             # Parameters without influence on the loss have a gradient too.
-            grads = [torch.zeros_like(param) if param.grad is None else param.grad for _, param in phase.specs]
+            grads = [_gradient_of(param) for _, param in phase.specs]
             named = list(zip(phase.specs, grads, strict=True))
             gradients |= {n: x.clone() for (spec, _), grad in named for n, x in spec.views(grad)}
             norm = sqrt(sum(_square(grad) for (spec, _), grad in named if not spec.is_statistic))
             if clips and step == 0 and phase is made[0] and norm > 0:
                 clip_norm = min(clip_norm, float(f"{norm / 4:.1g}"))
-            _update(phase, named, norm / clip_norm, rate(train, step))
+            _update(phase, named, norm / clip_norm, rate(train, step), train.clip_row_norm)
             squares += norm**2
         kinds = MOMENTS[train.optimizer]
         # Statistics have moments that stay zero.
@@ -276,6 +276,12 @@ def _steps(
             weights={n: x.clone() for spec, p in (*(e for e, _ in every), *stored) for n, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},
         )
+
+
+def _gradient_of(param: nn.Parameter) -> Tensor:
+    if param.grad is None:
+        return torch.zeros_like(param)
+    return param.grad.to_dense() if param.grad.is_sparse else param.grad
 
 
 def _add_gradients(
@@ -297,11 +303,19 @@ def _add_gradients(
 
 
 def _update(
-    phase: _PhaseParts, named: Sequence[tuple[tuple[ParamSpec, nn.Parameter], Tensor]], above: float, lr: float
+    phase: _PhaseParts,
+    named: Sequence[tuple[tuple[ParamSpec, nn.Parameter], Tensor]],
+    above: float,
+    lr: float,
+    row_norm: float | None,
 ) -> None:
-    """Update what a phase trains by gradients that are divided by ``above``, if that is more than 1."""
+    """Update what a phase trains by gradients that are divided by ``above``, if that is more than 1; rows of sparse
+    gradients are shortened to ``row_norm``.
+    """
     for (spec, param), grad in named:
         param.grad = None if spec.is_statistic else grad.div_(max(above, 1.0))
+        if spec.is_sparse and row_norm is not None:
+            grad.mul_((row_norm / grad.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0))
         if spec.is_statistic:
             param.data += step_of_statistic(spec, grad)
     for group in phase.optimizer.param_groups:

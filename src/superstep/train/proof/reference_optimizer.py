@@ -25,6 +25,8 @@ def make_optimizer(train: TrainConfig, params: Sequence[nn.Parameter]) -> torch.
             return torch.optim.AdamW(groups, betas=(beta1, beta2), eps=train.eps)
         case "lion":  # Chen 2023, algorithm 2
             return _OneMoment(groups, lambda g, m: (torch.sign(torch.lerp(g, m, beta1)), torch.lerp(g, m, beta2)))
+        case "sgd":
+            return torch.optim.SGD(groups)
 
 
 class _OneMoment(torch.optim.Optimizer):

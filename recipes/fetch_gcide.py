@@ -1,0 +1,70 @@
+"""The definitions of an English dictionary (GCIDE, GPL) out of Debian's package, and pairs of words that people judged.
+
+    apt-get download dict-gcide
+    pip download --no-deps gensim==4.4.0
+    python recipes/fetch_gcide.py dict-gcide_0.48.5+nmu2_all.deb gensim-4.4.0-*.whl runs/gcide
+
+Writes runs/gcide/text.txt, one entry a line, small letters alone, and wordsim353.tsv (Finkelstein 2002) beside it.
+"""
+
+import gzip
+import hashlib
+import io
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+HASHES = {
+    "dict-gcide": "7b0af5cfde3cbdef5e9d6e78f92ec335ced7c2790f37a40f49bebc6f7347ac0f",
+    "wordsim353.tsv": "f92a022fc2537793a15bc3a8c162ebcd74990e033a228bb6388cb71e4c0b1e1d",
+}
+"""SHA-256 of the package, and of the file of pairs."""
+SOURCE = re.compile(r"\[[^\[\]]*(?:Webster|WordNet|PJC|Century|Obs)[^\[\]]*\]|\\[^\\\n]*\\")
+"""Where an entry comes from, and how its word is pronounced."""
+
+
+def require(name: str, raw: bytes) -> bytes:
+    """Return the content of a file if it is the one that is known."""
+    if (found := hashlib.sha256(raw).hexdigest()) != HASHES[name]:
+        sys.exit(f"{name} has the SHA-256 {found}, not {HASHES[name]}: it is another version.")
+    return raw
+
+
+def read_archive(package: bytes) -> bytes:
+    """The data archive of a Debian package: an ar file of parts behind headers of 60 bytes (ar(5))."""
+    place = 8
+    while place < len(package):
+        name, size = package[place : place + 16].decode().strip(), int(package[place + 48 : place + 58])
+        if name.startswith("data.tar"):
+            return package[place + 60 : place + 60 + size]
+        place += 60 + size + size % 2
+    raise ValueError("the package has no data")
+
+
+def list_entries(text: str) -> list[str]:
+    """The words of each entry, on a line; an entry begins where a line does not begin with a space."""
+    entries = re.split(r"\n\n(?=\S)", text)
+    lines = (" ".join(re.findall(r"[a-z]+", SOURCE.sub(" ", entry).lower())) for entry in entries)
+    return [line for line in lines if " " in line]
+
+
+def main(package: Path, wheel: Path, folder: Path) -> None:
+    """Write the two files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(read_archive(require("dict-gcide", package.read_bytes())))) as files:
+        packed = files.extractfile("./usr/share/dictd/gcide.dict.dz").read()
+    lines = list_entries(gzip.decompress(packed).decode("utf-8", "replace"))
+    (folder / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with zipfile.ZipFile(wheel) as files:
+        pairs = require("wordsim353.tsv", files.read("gensim/test/test_data/wordsim353.tsv"))
+    (folder / "wordsim353.tsv").write_bytes(pairs)
+    words = sum(line.count(" ") + 1 for line in lines)
+    sys.stdout.write(f"{words:,} words of {len(lines):,} entries in {folder}/text.txt\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python recipes/fetch_gcide.py PACKAGE WHEEL FOLDER")
+    main(Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,67 @@
+// Chosen rows of a table [rows, width]: added to, squared, updated. Each row is summed in one order, whatever the others.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "numbers.h"
+
+namespace superstep {
+
+struct Rows {
+  const int64_t* chosen;
+  int64_t count, width;
+
+  template <class Each>
+  void each(Each work) const {
+    for (int64_t i = 0; i < count; ++i) work(i, chosen[i] * width);
+  }
+};
+
+inline void add_rows(float* table, const Rows& rows, const float* values, int64_t stride) {
+  rows.each([&](int64_t i, int64_t at) {
+    if (i + 8 < rows.count)
+      for (int64_t j = 0; j < rows.width; j += kLanes) __builtin_prefetch(table + rows.chosen[i + 8] * rows.width + j, 1);
+    for (int64_t j = 0; j < rows.width; ++j) table[at + j] += values[i * stride + j];
+  });
+}
+
+// Lanes are summed first, then over them by halves: element j is in lane j % 16.
+inline float square_of(const float* row, int64_t width) {
+  Floats sum{};
+  int64_t j = 0;
+  for (; j + kLanes <= width; j += kLanes) {
+    const Floats x = load(row + j);
+    sum += x * x;
+  }
+  if (j < width) {
+    Floats x{};
+    std::memcpy(&x, row + j, (width - j) * sizeof(float));
+    sum += x * x;
+  }
+  return total(sum);
+}
+
+inline double square_rows(const float* table, const Rows& rows) {
+  double sum = 0;
+  rows.each([&](int64_t, int64_t at) { sum += square_of(table + at, rows.width); });
+  return sum;
+}
+
+// w = w - lr min(1, most / |g / scale|) g / scale
+inline void update_rows(float* table, const float* grads, const Rows& rows, float lr, float scale, float most) {
+  rows.each([&](int64_t i, int64_t at) {
+    if (i + 8 < rows.count)
+      for (int64_t j = 0; j < rows.width; j += kLanes) __builtin_prefetch(table + rows.chosen[i + 8] * rows.width + j, 1);
+    const float norm = std::sqrt(square_of(grads + at, rows.width)) / scale;
+    const float by = norm > most ? lr * (most / norm) / scale : lr / scale;
+    for (int64_t j = 0; j < rows.width; ++j) table[at + j] -= by * grads[at + j];
+  });
+}
+
+inline void zero_rows(float* table, const Rows& rows) {
+  rows.each([&](int64_t, int64_t at) { std::fill_n(table + at, rows.width, 0.0f); });
+}
+
+}  // namespace superstep
