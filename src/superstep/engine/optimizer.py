@@ -109,7 +109,7 @@ class Optimizer:
             squares = torch.zeros(4 + len(flags), dtype=torch.int64, device=numbers.device)
             squares[3] = excess.is_exceeded(numbers.device)
             squares[4:] = send(torch.tensor(flags, dtype=torch.int64), numbers.device)
-            for part in (*parts, *map(_touched_rows, sparse)):
+            for part in (*parts, *map(_take_touched, sparse)):
                 squares[:3] += square_sum(part)
             summed: list[int] = sum_over(squares, self._world).tolist()
             if summed[3]:
@@ -183,7 +183,7 @@ def _list_sparse(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
     return [unit for unit in units if unit.buffers.touched is not None]
 
 
-def _touched_rows(buffers: UnitBuffers) -> Tensor:
+def _take_touched(buffers: UnitBuffers) -> Tensor:
     """The gradients of touched rows, [U, W]."""
     assert buffers.touched is not None
     return buffers.touched.rows_of(buffers.reduced).index_select(0, buffers.list_touched())

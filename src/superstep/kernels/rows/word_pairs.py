@@ -106,13 +106,13 @@ def reference(
 
 def list_contexts(words: list[int], at: int, reach: int) -> list[int]:
     """The words around one, up to the first that is none."""
-    found = []
+    contexts = []
     for step in (-1, 1):
         for place in range(at + step, at + step * (reach + 1), step):
             if not 0 <= place < len(words) or words[place] < 0:
                 break
-            found.append(words[place])
-    return found
+            contexts.append(words[place])
+    return contexts
 
 
 def _takes(outputs: Tensor, *tables: Tensor) -> bool:
