@@ -41,6 +41,9 @@ def test_both_nets_and_their_optimizers_go_on_after_a_kill_and_a_stop_with_the_s
     whole = _tensors(here / "whole")
     assert all(whole[f"exp_avg.{name}"].any() for name in ("0.0.weight", "1.0.weight", "3.0.weight", "4.0.1.weight"))
     lines = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    started = lines[0]
+    assert started["predicted_step_s"] > 0
+    assert started["predicted_memory_bytes"] > 0
     (first, *_) = (line for line in lines if line["event"] == "measures")
     assert first["names"] == ["loss judge", "loss fool"]
     monkeypatch.setattr(launch_ranks, "rank", fault_in_rank.rank)
@@ -56,6 +59,13 @@ def test_both_nets_and_their_optimizers_go_on_after_a_kill_and_a_stop_with_the_s
     for run in ("hurt", "resumed"):
         tensors = _tensors(here / run)
         assert {name for name, x in whole.items() if not x.equal(tensors[name])} == set(), run
+
+
+def test_both_phases_are_predicted(here, capfd):
+    assert main(["view", FLAGS[0], "--text"]) == 0
+    out = capfd.readouterr().out
+    assert out.index("phase judge") < out.index("phase fool")
+    assert main(["view", FLAGS[0], "--memory"]) == 0
 
 
 @pytest.mark.parametrize("exact", [[], ["--exact"]], ids=["tolerance", "exact"])

@@ -21,7 +21,7 @@ from superstep.launch.ranks import World
 from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
-from superstep.model.unit import UnitGraph
+from superstep.model.unit import UnitGraph, weigh_losses
 from superstep.plan.config import (
     FreezeConfig,
     NumericsConfig,
@@ -31,6 +31,9 @@ from superstep.plan.config import (
     StateConfig,
     TrainConfig,
 )
+from superstep.plan.config_io import parse_config
+from superstep.plan.phases import PhasesConfig
+from superstep.plan.resolution.phase_settings import train_of_phase
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.program.text import describe, read_program, write_program
@@ -85,8 +88,9 @@ def batches():
     return batch(), batch()
 
 
-def run_of(*, specs=None, **plan):
+def run_of(*, specs=None, phases=None, **plan):
     config = RunConfig(
+        phases=phases,
         train=TrainConfig(batch_sequences=16, warmup_steps=1, steps=10, lr=1e-3),
         plan=PlanConfig(**plan),
         numerics=NumericsConfig(compute="fp32"),
@@ -132,6 +136,74 @@ def test_every_layout_computes_what_one_process_does(pool, reference, world):
     for run, verdict in zip(runs, pool.run(world, _prove_all, runs, reference, timeout_s=240)[0], strict=True):
         assert verdict.is_proven, (run.config.plan, verdict.first and verdict.first.describe())
         assert verdict.compared > 0
+
+
+def real(logits: Tensor, targets: Tensor) -> Tensor:
+    """The discriminator's loss of the real picture."""
+    return F.softplus(-logits[:, 1]).sum()
+
+
+WEIGHTED = {"judge": {"drawn": lambda logits, targets: F.softplus(logits[:, 0]).sum(), "real": real}, "fool": fool}
+SETTINGS = PhasesConfig(
+    lr=(("judge", 3e-3),),
+    beta1=(("fool", 0.5),),
+    beta2=(("judge", 0.99),),
+    weight_decay=(("fool", 0.3),),
+    clip_norm=(("judge", 0.05),),
+    loss_weights=(("drawn", 0.25),),
+)
+
+
+def _prove_settings(rank, world, settings, folder):
+    torch.set_num_threads(1)
+    specs = weigh_losses(gan(losses=WEIGHTED), dict(settings.loss_weights))
+    run = run_of(specs=specs, phases=settings, dp=2, zero=2, microbatch=4)
+    return prove(World(rank, world, Device("cpu")), run, batches(), Path(folder), reruns=False, specs=specs)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("left_out", ["", "lr", "beta1", "beta2", "weight_decay", "clip_norm", "loss_weights"])
+def test_a_phase_has_settings_and_weights_of_losses_of_its_own(pool, tmp_path, left_out):
+    """One that the layout leaves out is noticed."""
+    specs = weigh_losses(gan(losses=WEIGHTED), dict(SETTINGS.loss_weights))
+    train = run_of().config.train
+    phases = {name: train_of_phase(train, SETTINGS, name) for name in PHASES}
+    write_reference(specs, train, batches(), tmp_path, phases=phases)
+    settings = replace(SETTINGS, **({left_out: ()} if left_out else {}))
+    verdict = pool.run(2, _prove_settings, settings, str(tmp_path), timeout_s=60)[0]
+    assert verdict.is_proven == (not left_out), verdict.first and verdict.first.describe()
+
+
+def test_a_model_of_one_phase_has_several_losses():
+    double = {"a": judge, "b": judge}
+    assert run_of(specs=gan(phases=None, losses=double)).outline.losses == ("a", "b")
+    logits = torch.randn(4, 2)
+    (*_, last) = weigh_losses(gan(phases=None, losses=double), {"b": 3.0})
+    torch.testing.assert_close(last.loss(logits, logits), 4 * judge(logits, logits))
+
+
+UNKNOWN = [
+    ({"lr": (("fuel", 1e-3),)}, "phases.lr.fuel: the model has no phase 'fuel'; choose one of judge, fool."),
+    ({"lr": (("fool", 0.0),)}, "phases.lr.fool = 0.0 must be above 0 and finite"),
+    ({"beta2": (("fool", 1.0),)}, "phases.beta2.fool = 1.0 must be at least 0 and below 1"),
+    ({"loss_weights": (("real", -1.0),)}, "phases.loss_weights.real = -1.0 must be at least 0 and finite"),
+    ({"loss_weights": (("reel", 1.0),)}, "phases.loss_weights.reel: the model has no loss 'reel'; "),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), UNKNOWN, ids=[message[:30] for _, message in UNKNOWN])
+def test_settings_of_phases_that_cannot_be_are_refused(table, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_of(specs=gan(losses=WEIGHTED), phases=PhasesConfig(**table))
+
+
+def test_settings_of_phases_need_phases():
+    with pytest.raises(ConfigError, match=r"phases\.lr\.judge: the model has no step of several phases; leave"):
+        run_of(specs=gan(phases=None, losses=judge), phases=PhasesConfig(lr=(("judge", 1e-3),)))
+    with pytest.raises(ConfigError, match=r"phases\.lr\.judge = 'fast' is not valid; it must be a number"):
+        parse_config('[phases.lr]\njudge = "fast"\n')
+    with pytest.raises(ConfigError, match="two losses have the name 'real'"):
+        run_of(specs=gan(losses={"judge": {"real": judge}, "fool": {"real": fool}}))
 
 
 class _Loose(Engine):

@@ -21,6 +21,7 @@ from superstep.engine.step_context import StepResult
 from superstep.engine.step_update import StepUpdate
 from superstep.model.unit import Fields, UnitSpec, in_phase, list_phases
 from superstep.monitor.status_page import HeartbeatReceiver
+from superstep.plan.resolution.phase_settings import train_of_phase
 from superstep.plan.resolution.resolve import Plan
 
 
@@ -56,11 +57,12 @@ def build_phases(
         example: one row of input, or of each field, if it is no row of tokens.
         heart: receives the progress.
     """
-    phases = []
+    phases, train = [], state.run.config.train
     for name, plan in zip(list_phases(state.specs) or ("",), state.run.plan.list_phases(), strict=True):
-        run, specs = replace(state.run, plan=plan), in_phase(state.specs, name) if name else state.specs
+        config = replace(state.run.config, train=train_of_phase(train, state.run.config.phases, name))
+        run, specs = replace(state.run, config=config, plan=plan), in_phase(state.specs, name) if name else state.specs
         units = assemble(run, specs, state.mesh, state.buffers, routing.exchange, routing.begin, example)
-        update = StepUpdate(state, units.excess, heart, plan.resting)
+        update = StepUpdate(state, config.train, units.excess, heart, plan.resting)
         executor = Executor(units, update.run, state.copy, heart)
         phases.append(
             EnginePhase(name=name, plan=plan, specs=specs, executor=executor, update=update, layers=units.layers)

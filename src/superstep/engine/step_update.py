@@ -15,6 +15,7 @@ from superstep.errors import Fault
 from superstep.monitor.status_page import HeartbeatReceiver
 from superstep.numerics.fixed_point import OutOfRange, RangeExcess
 from superstep.numerics.update_rules import RULES, OptimizerSettings
+from superstep.plan.config import TrainConfig
 from superstep.program.instructions import Step
 from superstep.program.text import describe
 
@@ -24,6 +25,7 @@ class StepUpdate:
 
     Args:
         state: of this rank.
+        train: the settings of the phase.
         excess: range overflows of exact sums on this rank.
         heart: receives the progress.
         resting: units that are not updated, but in another phase.
@@ -34,9 +36,14 @@ class StepUpdate:
     """
 
     def __init__(
-        self, state: RankState, excess: RangeExcess, heart: HeartbeatReceiver, resting: Sequence[int] = ()
+        self,
+        state: RankState,
+        train: TrainConfig,
+        excess: RangeExcess,
+        heart: HeartbeatReceiver,
+        resting: Sequence[int] = (),
     ) -> None:
-        train = state.run.config.train
+        self._lr_share = train.lr / state.run.config.train.lr
         self._state, self.excess, self._heart = state, excess, heart
         self.measures: Mapping[str, float] = {}
         self.optimizer = Optimizer(
@@ -89,7 +96,7 @@ class StepUpdate:
         if not refused:
             if arguments.inspect is not None:
                 arguments.inspect()
-            self.optimizer.step(arguments.lr, norm)
+            self.optimizer.step(arguments.lr * self._lr_share, norm)
         return StepResult(
             loss=loss_value,
             grad_norm=norm,

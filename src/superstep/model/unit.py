@@ -6,6 +6,7 @@ Its module takes what the unit before returns, or the outputs and fields that ``
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,23 @@ from superstep.plan.model.outline import Factor, Outline
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """An output and the targets to the sum of the loss over counted targets."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLosses:
+    """Several losses of one output: their sum, each times its weight.
+
+    Attributes:
+        losses: by name.
+        weights: by name; 1 where it is left out.
+    """
+
+    losses: Mapping[str, Loss]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
+        parts = [loss(out, targets) * self.weights.get(name, 1.0) for name, loss in self.losses.items()]
+        return functools.reduce(torch.add, parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +133,24 @@ def in_phase(specs: Sequence[UnitSpec], phase: str) -> tuple[UnitSpec, ...]:
     """The units with the loss of one phase."""
     *others, last = specs
     return (*others, replace(last, loss=last.losses[phase], losses={}))
+
+
+def list_losses(specs: Sequence[UnitSpec]) -> tuple[str, ...]:
+    """The names of the losses that have weights, over all phases."""
+    last = specs[-1]
+    several = [loss for loss in (last.loss, *last.losses.values()) if isinstance(loss, WeightedLosses)]
+    return tuple(name for each in several for name in each.losses)
+
+
+def weigh_losses(specs: Sequence[UnitSpec], weights: Mapping[str, float]) -> tuple[UnitSpec, ...]:
+    """The units with weights of their losses, by name."""
+
+    def weigh(loss: Loss) -> Loss:
+        return replace(loss, weights=weights) if isinstance(loss, WeightedLosses) else loss
+
+    *others, last = specs
+    losses = {phase: weigh(loss) for phase, loss in last.losses.items()}
+    return (*others, replace(last, loss=None if last.loss is None else weigh(last.loss), losses=losses))
 
 
 def mark_frozen(specs: Sequence[UnitSpec], outline: Outline) -> tuple[UnitSpec, ...]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from superstep.plan.optimizers import OptimizerName
+from superstep.plan.phases import PhasesConfig
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
@@ -385,6 +386,7 @@ class ProposedRun:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     lora: LoraConfig | None = None
     freeze: FreezeConfig | None = None
+    phases: PhasesConfig | None = None
     rollback: RollbackConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 
 from superstep.comm.device import Device, choose
-from superstep.cost.program.memory.memory import RankBytes, rank_bytes
+from superstep.cost.program.memory.memory import RankBytes
 from superstep.cost.program.memory.memory_fit import MemoryOverflow, memory_of, overflow, with_communicators
 from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.cost.program.time.predict import sizes_of
+from superstep.cost.program.time.predict import memory_of_phases
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
-from superstep.program.compile import compile_step
 from superstep.run.launch_rules import Launcher
 from superstep.train.weights.model import operations, resolve_config
 
@@ -117,8 +116,7 @@ def _memory(other: Resolved, run: Resolved, traced: Sequence[UnitOperations]) ->
     if run.decoder is not None:
         return memory_of(other)
     # Activations of a user's own units are traced again for another plan.
-    sizes = sizes_of(other, traced if other is run else operations(other))
-    return rank_bytes(other, compile_step(other.plan), sizes)
+    return memory_of_phases(other, traced if other is run else operations(other))
 
 
 def _refusal(excess: MemoryOverflow, *others: str) -> str:

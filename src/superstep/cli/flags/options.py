@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations, takewhile
 from pathlib import Path
@@ -147,7 +147,7 @@ def read_flags(base: T, argv: Sequence[str], *, prog: str, description: str, com
             base = _with(base, table.split("."), _enter(base, table, key, _value(flag, words, entry)))
             continue
         if name not in hints:
-            raise ConfigError(f"unknown flag --{flag}{_nearest(name, list(hints), prog)}")
+            raise ConfigError(f"unknown flag --{flag}{_nearest(name, hints, prog)}")
         base = _with(base, name.split("."), _value(flag, words, hints[name]))
     _check_bounds(base, "")
     return base
@@ -236,8 +236,9 @@ def _stray(word: str) -> ConfigError:
     return ConfigError(f"'{word}' belongs to no flag; what is named without a flag comes first, before all flags.")
 
 
-def _nearest(name: str, known: list[str], prog: str) -> str:
-    same_end = [other for other in known if other.rpartition(".")[2] == name.rpartition(".")[2]]
+def _nearest(name: str, known: Mapping[str, Any], prog: str) -> str:
+    plain = [other for other, hint in known.items() if table_entry(hint) is None]
+    same_end = [other for other in plain if other.rpartition(".")[2] == name.rpartition(".")[2]]
     if len(same_end) == 1:
         return did_you_mean(same_end[0], [f"--{same_end[0].replace('_', '-')}"])
     hint = did_you_mean(f"--{name}".replace("_", "-"), [f"--{other}".replace("_", "-") for other in known])

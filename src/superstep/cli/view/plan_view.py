@@ -10,7 +10,7 @@ from superstep.cli.view.step_text import DrawOptions, draw, say, title_of, write
 from superstep.comm.device import pick
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.cost.program.time.predict import Prediction, predict, sizes_of
+from superstep.cost.program.time.predict import Prediction, pair_phases, predict, sizes_of
 from superstep.engine.measure.probe_machine import measure
 from superstep.errors import ConfigError
 from superstep.observe.drawing.memory import draw_memory
@@ -24,16 +24,14 @@ def view_plan(run: Resolved, target: str | None, options: ViewOptions, picture: 
     """Show the predicted step, and write its page."""
     traced = operations(run)
     if traced is None:
-        why = (
-            "a step of several phases is not predicted"
-            if run.plan.phases
-            else "the work of its units depends on data, so their steps are not predicted"
+        raise ConfigError(
+            f"model.source = '{run.config.model.source}': the work of its units depends on data, so their steps are "
+            "not predicted; view --program lists the instructions."
         )
-        raise ConfigError(f"model.source = '{run.config.model.source}': {why}; view --program lists the instructions.")
     machine = measure(run, pick(0, run.config.plan.device), traced)
     prediction = predict(run, machine, traced)
     title = title_of(prediction, machine)
-    say(f"{title}\n\n{draw(prediction.timeline, picture, prediction.step_s)}")
+    say(f"{title}\n\n{_draw_phases(run, prediction, picture)}")
     if options.memory:
         say("\n" + _memory(run, prediction, picture, traced))
     else:
@@ -41,10 +39,23 @@ def view_plan(run: Resolved, target: str | None, options: ViewOptions, picture: 
         write_step(step, target, options, title.replace("\n", "; "))
 
 
+def _draw_phases(run: Resolved, prediction: Prediction, picture: DrawOptions) -> str:
+    """The phases of a step, one after the other, each under its name."""
+    if not run.plan.phases:
+        return draw(prediction.timeline, picture, prediction.step_s)
+    longest_s = max(timeline.step_s for timeline in prediction.timelines)
+    return "\n".join(
+        f"phase {name}\n{draw(timeline, picture, longest_s)}"
+        for (name, _), timeline in zip(run.plan.phases, prediction.timelines, strict=True)
+    )
+
+
 def _memory(run: Resolved, prediction: Prediction, picture: DrawOptions, traced: Sequence[UnitOperations]) -> str:
-    """Memory that stays from step to step on each pipeline rank, and temporary memory, over the step."""
+    """Memory that stays from step to step on each pipeline rank, and temporary memory, over the step, of several phases
+    over the first.
+    """
     program = prediction.timeline.program
-    sizes = sizes_of(run, traced) or unit_bytes(run)
+    sizes = sizes_of(*pair_phases(run, traced)[0]) or unit_bytes(run)
     lasting = "\n".join(
         f"rank {rank}  parameters {bytes_text(held.params)}, gradients {bytes_text(held.gradients)}, "
         f"optimizer {bytes_text(held.optimizer)}; with the step's own at most {bytes_text(held.bytes)}"

@@ -12,7 +12,7 @@ from typing import get_args
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.op_prices import Prices
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.cost.program.time.predict import Prediction, predict, sizes_of
+from superstep.cost.program.time.predict import Prediction, pair_phases, predict, sizes_of
 from superstep.errors import UserError
 from superstep.observe.chrome_trace import chrome_trace
 from superstep.observe.drawing.step_svg import caption_of, draw_svg
@@ -35,7 +35,7 @@ class StepView:
     Attributes:
         run: the resolved run.
         machine: prices of operations here.
-        operations: of each unit.
+        operations: of each unit, for one phase of the step after the other.
         prediction: of the step.
         ran: the recorded step, if any.
     """
@@ -47,13 +47,15 @@ class StepView:
     ran: RecordedStep | None = None
 
     def draw(self) -> StepDrawing:
-        """Its drawing."""
+        """Its drawing, of a step of several phases that of the first."""
+        first, operations = pair_phases(self.run, self.operations)[0]
+        assert operations is not None
         return StepDrawing(
-            plan=self.run.plan,
+            plan=first.plan,
             timeline=self.prediction.timeline,
             memory=self.prediction.memory,
-            sizes=sizes_of(self.run, self.operations) or unit_bytes(self.run),
-            operations=self.operations,
+            sizes=sizes_of(first, operations) or unit_bytes(first),
+            operations=tuple(operations),
             measured=self.ran.timeline if self.ran else None,
             measured_step=self.ran.step if self.ran else 0,
             before_s=self.prediction.before_s,

@@ -92,12 +92,13 @@ class TracedOperations:
     """The peak of that memory."""
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
 
-    def born(self, out: Any) -> None:  # noqa: ANN401
-        """Note the storages of an operation's results."""
+    def born(self, out: Any, given: Sequence[Tensor] = ()) -> None:  # noqa: ANN401
+        """Note the storages of an operation's results; views and results in place have none of their own."""
+        before = {tensor.untyped_storage()._cdata for tensor in given}
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages:
+                if storage._cdata not in self._storages and storage._cdata not in before:
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                     self._let_go()
                     self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
@@ -154,7 +155,7 @@ class OperationRecorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if func.namespace != "prim":
             self._noted.each += self._operations(func, args, given, out)
-            self._noted.born(out)
+            self._noted.born(out, given)
         return out
 
     def _operations(self, func: Any, args: Any, given: Sequence[Tensor], out: Any) -> Iterator[Operation]:  # noqa: ANN401

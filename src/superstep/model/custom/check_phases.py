@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from superstep.errors import ConfigError, did_you_mean
-from superstep.model.unit import UnitSpec, list_phases
+from superstep.model.unit import UnitSpec, list_losses, list_phases
 
 
 def check_phases(specs: Sequence[UnitSpec], where: str) -> None:
@@ -30,6 +30,9 @@ def check_phases(specs: Sequence[UnitSpec], where: str) -> None:
                 raise ConfigError(
                     f"{where}: '{param.name}' is trained in the phases '{before}' and '{spec.phase}'; train it in one."
                 )
+    names = list_losses(specs)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"{where}: two losses have the name '{twice[0]}', by which they have weights; rename one.")
     for phase in phases:
         if all(spec.phase != phase for spec in specs):
             raise ConfigError(f"{where}: phase '{phase}' trains nothing; name it in a unit with parameters.")

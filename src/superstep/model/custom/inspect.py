@@ -29,6 +29,7 @@ from superstep.model.unit import (
     ParamSpec,
     Source,
     UnitSpec,
+    list_losses,
     list_phases,
     list_sources,
     name_fields,
@@ -84,7 +85,7 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
                 )
         units.append(Unit(spec.name, parameters, spec.inputs, spec.phase))
     check_phases(specs, where)
-    outline = Outline(tuple(units), list_phases(specs))
+    outline = Outline(tuple(units), list_phases(specs), list_losses(specs))
     check_outputs(outline, where)
     return outline
 

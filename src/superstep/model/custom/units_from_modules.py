@@ -20,7 +20,7 @@ from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import is_statistic
 from superstep.model.custom.is_plain import is_sparse_table
 from superstep.model.custom.unsupported_modules import check_hooks, check_modules
-from superstep.model.unit import Loss, ParamSpec, UnitSpec
+from superstep.model.unit import Loss, ParamSpec, UnitSpec, WeightedLosses
 
 
 def as_units(
@@ -28,7 +28,7 @@ def as_units(
     *,
     inputs: Mapping[int, Sequence[int | str]] | None = None,
     takes: Mapping[int, Sequence[str]] | None = None,
-    loss: Loss | Mapping[str, Loss] | None = None,
+    loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None = None,
     phases: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[UnitSpec, ...]:
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
@@ -40,8 +40,9 @@ def as_units(
             before them, by number, and fields of the batch, by name.
         takes: keyword arguments that the forward of some modules gets, by their number: ``attend``, ``noise``, ...
         loss: the last output and the targets to the sum of the loss over targets; None means the cross entropy of
-            logits [B, C] and class numbers [B]. Of a step of several phases, the loss of each by its name.
-        phases: the modules that each phase trains, by their number.
+            logits [B, C] and class numbers [B]. Several by name are summed, with the weights of
+            ``phases.loss_weights``. Of a step of several phases, the loss or losses of each phase by its name.
+        phases: the modules that each phase trains, by their number; None for a step of one.
 
     Raises:
         ConfigError: a module cannot be trained in parallel.
@@ -70,14 +71,22 @@ def as_units(
         phase = phase_of.pop(str(number), "")
         given = tuple((takes or {}).get(number, ()))
         unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, takes=given, phase=phase)
-        units.append(_with_loss(unit, loss) if is_last else unit)
+        units.append(_with_loss(unit, loss, has_phases=phases is not None) if is_last else unit)
     for unknown, phase in phase_of.items():
         raise ConfigError(f"phase '{phase}' trains module {unknown}, and there are {len(modules)} modules from 0 on.")
     return tuple(units)
 
 
-def _with_loss(unit: UnitSpec, loss: Loss | Mapping[str, Loss] | None) -> UnitSpec:
-    return replace(unit, losses=loss) if isinstance(loss, Mapping) else replace(unit, loss=loss)
+def _with_loss(
+    unit: UnitSpec, loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None, *, has_phases: bool
+) -> UnitSpec:
+    if isinstance(loss, Mapping) and has_phases:
+        return replace(unit, losses={phase: _as_one(each) for phase, each in loss.items()})
+    return replace(unit, loss=None if loss is None else _as_one(loss))  # type: ignore[arg-type]
+
+
+def _as_one(loss: Loss | Mapping[str, Loss]) -> Loss:
+    return WeightedLosses(loss) if isinstance(loss, Mapping) else loss
 
 
 def _build_copy(module: nn.Module) -> nn.Module:

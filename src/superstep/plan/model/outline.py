@@ -72,10 +72,12 @@ class Outline:
 
     Attributes:
         phases: names of the phases of a step, in their order; () for a step of one.
+        losses: names of the losses that have weights; () where each phase has one loss.
     """
 
     units: tuple[Unit, ...]
     phases: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:

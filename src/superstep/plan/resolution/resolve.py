@@ -142,6 +142,10 @@ class Resolved:
     kept: SavedActivations = PLAIN
     samples: SampleFields | None = None
 
+    def list_phases(self) -> tuple[Resolved, ...]:
+        """The run of each phase of a step, in their order; only itself for a step of one."""
+        return tuple(replace(self, plan=plan) for plan in self.plan.list_phases())
+
     @property
     def counts(self) -> Counts:
         """What the run's targets are, for its rates."""

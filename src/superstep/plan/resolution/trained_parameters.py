@@ -8,6 +8,7 @@ from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.freeze import freeze
 from superstep.plan.resolution.lora import add_lora
+from superstep.plan.resolution.phase_settings import check_phases
 from superstep.plan.resolution.sparse import check_sparse
 
 
@@ -29,8 +30,7 @@ def mark_trained(config: RunConfig, shape: ModelShape | None, outline: Outline) 
     Raises:
         ConfigError: the model cannot be trained so.
     """
-    if outline.phases:
-        check_phases(config)
+    check_phases(config, outline)
     if config.lora is not None:
         if config.freeze is not None:
             raise ConfigError("freeze with lora: adapters alone are trained beside a frozen model; leave [freeze] out.")
@@ -55,19 +55,3 @@ def list_frozen_units(outline: Outline) -> tuple[int, ...]:
     if not any(p.is_frozen for unit in outline.units for p in unit.parameters):
         return ()
     return tuple(number for number, owned in enumerate(outline.owned) if all(p.is_frozen for p in owned))
-
-
-def check_phases(config: RunConfig) -> None:
-    """Refuse settings that a step of several phases does not support; raises ConfigError."""
-    settings = {
-        "[lora]": config.lora,
-        "[freeze]": config.freeze,
-        "[rollback]": config.rollback,
-        "train.loss": config.train.loss,
-        "state.recompute_every": config.state.recompute_every,
-        "state.fingerprint_every": config.state.fingerprint_every,
-        "numerics.compile": config.numerics.compile or None,
-    }
-    for name, value in settings.items():
-        if value is not None:
-            raise ConfigError(f"{name} with a model whose step has several phases is not supported; leave it out.")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from superstep.comm.device import Device
 from superstep.cost.mfu_peak import peak_flops
 from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.cost.program.time.predict import Prediction
+from superstep.cost.program.time.predict import Prediction, pair_phases
 from superstep.cost.program.time.traffic import traffic
 from superstep.observe.page.report import split_step
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,13 @@ def foretold(
     """The prediction of a run, as far as it is known before its start."""
     carried: Mapping[str, int] = {}
     if operations is not None:
-        each = traffic(run, compile_step(run.plan), operations)
-        carried = {str(axis): size for axis, size in max(each, key=lambda rank: sum(rank.values())).items()}
+        phases = [
+            traffic(phase, compile_step(phase.plan), its_operations)
+            for phase, its_operations in pair_phases(run, operations)
+            if its_operations is not None
+        ]
+        each = [_sum_by_name(of_rank) for of_rank in zip(*phases, strict=True)]
+        carried = max(each, key=lambda rank: sum(rank.values()))
     if prediction is None:
         return PredictionParts(traffic_bytes=carried)
     fullest = max(prediction.memory, key=lambda rank: rank.bytes)
@@ -56,10 +64,16 @@ def foretold(
         "batch": fullest.batch,
     }
     sizes = {name: size for name, size in (staying | within).items() if size}
-    spent_s = split_step(prediction.timeline)
+    spent_s = _sum_by_name([split_step(timeline) for timeline in prediction.timelines])
     if prediction.before_s:
         spent_s["log-probabilities"] = prediction.before_s
     return PredictionParts(spent_s, sizes, carried)
+
+
+def _sum_by_name(phases: Sequence[Mapping[str, Number]]) -> dict[str, Number]:
+    """What the phases of a step spend, together."""
+    names = dict.fromkeys(name for phase in phases for name in phase)
+    return {name: sum(phase.get(name, 0) for phase in phases) for name in names}
 
 
 def peak_of(run: Resolved, device: Device, machine: MeasuredMachine | None) -> float | None:

@@ -13,6 +13,7 @@ from superstep.data.samples.source import open_source, stream_of
 from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolution.phase_settings import train_of_phase
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.proof.compare import has_same_roundings, reference_yardstick
 from superstep.train.proof.ignored_targets import documents_begun, make_ragged_batches
@@ -85,7 +86,10 @@ class Cases:
         if folder not in self._known:
             folder.mkdir(parents=True)
             model = units_of(run) if run.decoder is None or "frozen" in run.plan.families else run.decoder
-            clipped = write_reference(model, train, batches, folder, clips=True)
+            phases = {name: train_of_phase(train, config.phases, name) for name, _ in run.plan.phases}
+            # A phase with a setting of its own is clipped by that.
+            clips = all(phase.clip_norm == train.clip_norm for phase in phases.values())
+            clipped = write_reference(model, train, batches, folder, phases=phases, clips=clips)
             self._known[folder] = (
                 clipped.clip_norm,
                 reference_validation(model, train.seed, self._validation_batches(config, train)),

@@ -4,7 +4,7 @@ tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -60,6 +60,7 @@ def write_reference(
     batches: Sequence[Batch],
     folder: Path,
     *,
+    phases: Mapping[str, TrainConfig] | None = None,
     clips: bool = False,
 ) -> TrainConfig:
     """Run the reference, and write the results of each step to a file.
@@ -67,9 +68,13 @@ def write_reference(
     Returns:
         The train section that was used: ``clips`` lowers ``clip_norm`` if it would have no effect.
     """
-    steps = reference_steps if isinstance(model, ModelShape) else unit_steps
+    steps = (
+        reference_steps(model, train, batches, clips=clips)
+        if isinstance(model, ModelShape)
+        else unit_steps(model, train, batches, phases=phases, clips=clips)
+    )
     clip_norm = train.clip_norm
-    for step, result in enumerate(steps(model, train, batches, clips=clips)):  # type: ignore[arg-type]
+    for step, result in enumerate(steps):
         tensors = {f"gradient/{name}": value for name, value in result.gradients.items()}
         tensors |= {f"weight/{name}": value for name, value in result.weights.items()}
         for kind, moments in result.moments.items():

@@ -9,9 +9,9 @@ elements and by 6e-4 at 2^24).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import torch
@@ -90,10 +90,11 @@ def reference_steps(
     if shape.mtp_weight is not None:
         forward, specs = _units(units(shape), train.seed)
         losses = TwoTokenLosses(shape.mtp_weight)
-        yield from _steps(forward, [(losses, specs)], (), train, [*map(losses.extend, batches)], clips=clips)
+        extended = [*map(losses.extend, batches)]
+        yield from _steps(forward, [_PhaseParts(losses, specs, train)], (), train, extended, clips=clips)
         return
     forward, specs = _decoder(shape, train.seed)
-    yield from _steps(forward, [(token_losses(train), specs)], (), train, batches, clips=clips)
+    yield from _steps(forward, [_PhaseParts(token_losses(train), specs, train)], (), train, batches, clips=clips)
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
@@ -114,20 +115,29 @@ def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
 
 
 def unit_steps(
-    specs: Sequence[UnitSpec], train: TrainConfig, batches: Sequence[Batch], *, clips: bool = False
+    specs: Sequence[UnitSpec],
+    train: TrainConfig,
+    batches: Sequence[Batch],
+    *,
+    phases: Mapping[str, TrainConfig] | None = None,
+    clips: bool = False,
 ) -> Iterator[ReferenceStep]:
     """The same for a list of units, each after those whose outputs it takes. A loss of their own is divided by the
-    batch's divisor.
+    batch's divisor. ``phases`` has the train section of phases with settings of their own.
     """
     forward, parts = _units(specs, train.seed)
     frozen = [part for part in parts if part[0].is_frozen]
     phase_of = {param.name: spec.phase for spec in specs for param in spec.params.values()}
     losses: Mapping[str, Loss | TokenLosses] = specs[-1].losses or {"": specs[-1].loss or token_losses(train)}
-    phases = [
-        (loss, [part for part in parts if not part[0].is_frozen and phase_of[part[0].name] == name])
+    parts_of_phases = [
+        _PhaseParts(
+            loss,
+            [part for part in parts if not part[0].is_frozen and phase_of[part[0].name] == name],
+            (phases or {}).get(name, train),
+        )
         for name, loss in losses.items()
     ]
-    yield from _steps(forward, phases, frozen, train, batches, clips=clips, together=count_together(specs))
+    yield from _steps(forward, parts_of_phases, frozen, train, batches, clips=clips, together=count_together(specs))
 
 
 def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
@@ -225,18 +235,22 @@ def _divisor(batch: Batch, *, is_counted: bool) -> float:
     return int((batch.targets_BS != IGNORE).sum()) if is_counted else batch.valid_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PhaseParts:
-    """What one phase trains, its loss and its optimizer."""
+    """What one phase trains, and its loss, settings and optimizer."""
 
     loss_sum: TokenLosses | Loss
     specs: Parts
-    optimizer: torch.optim.Optimizer
+    train: TrainConfig
+    optimizer: torch.optim.Optimizer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.optimizer = make_optimizer(self.train, [param for _, param in self.specs])
 
 
 def _steps(
     forward: Forward,
-    phases: Sequence[tuple[TokenLosses | Loss, Parts]],
+    phases: Sequence[_PhaseParts],
     frozen: Parts,
     train: TrainConfig,
     batches: Sequence[Batch],
@@ -244,14 +258,13 @@ def _steps(
     clips: bool,
     together: int = 1,
 ) -> Iterator[ReferenceStep]:
-    made = [_PhaseParts(loss, parts, make_optimizer(train, [param for _, param in parts])) for loss, parts in phases]
-    every = [(part, phase.optimizer) for phase in made for part in phase.specs]
+    every = [(part, phase.optimizer) for phase in phases for part in phase.specs]
     # Weights beside adapters are no part of their state.
     stored = [] if any(spec.factor is not None for (spec, _), _ in every) else frozen
-    clip_norm = train.clip_norm
+    lowered = inf
     for step, batch in enumerate(batches):
         loss, squares, gradients = 0.0, 0.0, dict[str, Tensor]()
-        for phase in made:
+        for phase in phases:
             for (_, param), optimizer in every:
                 param.requires_grad_(optimizer is phase.optimizer)
             phase.optimizer.zero_grad()
@@ -261,9 +274,10 @@ def _steps(
             named = list(zip(phase.specs, grads, strict=True))
             gradients |= {n: x.clone() for (spec, _), grad in named for n, x in spec.views(grad)}
             norm = sqrt(sum(_square(grad) for (spec, _), grad in named if not spec.is_statistic))
-            if clips and step == 0 and phase is made[0] and norm > 0:
-                clip_norm = min(clip_norm, float(f"{norm / 4:.1g}"))
-            _update(phase, named, norm / clip_norm, rate(train, step), train.clip_row_norm)
+            if clips and step == 0 and phase is phases[0] and norm > 0:
+                lowered = float(f"{norm / 4:.1g}")
+            above = norm / min(phase.train.clip_norm, lowered)
+            _update(phase, named, above, rate(phase.train, step), train.clip_row_norm)
             squares += norm**2
         kinds = MOMENTS[train.optimizer]
         # Statistics have moments that stay zero.
@@ -271,7 +285,7 @@ def _steps(
         yield ReferenceStep(
             loss=loss,
             grad_norm=sqrt(squares),
-            clip_norm=clip_norm,
+            clip_norm=min(train.clip_norm, lowered),
             gradients=gradients,
             weights={n: x.clone() for spec, p in (*(e for e, _ in every), *stored) for n, x in spec.views(p.detach())},
             moments={kind: {n: x.clone() for spec, s in states for n, x in spec.views(s[kind])} for kind in kinds},

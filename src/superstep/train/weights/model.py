@@ -19,7 +19,7 @@ from superstep.model.axes import units
 from superstep.model.lora import adapt
 from superstep.model.meta import on_meta
 from superstep.model.multimodal.list_units import list_units
-from superstep.model.unit import UnitSpec, global_specs, mark_frozen
+from superstep.model.unit import UnitSpec, global_specs, in_phase, list_phases, mark_frozen, weigh_losses
 from superstep.numerics.own_loss import load_loss
 from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
@@ -46,6 +46,8 @@ def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
 def units_of(run: Resolved) -> Sequence[UnitSpec]:
     """The units of a run's configuration, with its adapters and what is frozen."""
     specs = list_units(run.config) if run.decoder is None else units(run.decoder)
+    if run.config.phases is not None:
+        specs = weigh_losses(specs, dict(run.config.phases.loss_weights))
     if run.config.lora is not None:
         return adapt(specs, run.outline, run.config.lora)
     return mark_frozen(specs, run.outline)
@@ -70,16 +72,17 @@ def shapes_of(run: Resolved) -> dict[str, torch.Size]:
 
 
 def operations(run: Resolved) -> tuple[UnitOperations, ...] | None:
-    """The operations of each unit of the run on a rank; None for a user's own units with data-dependent
-    control flow, or with several phases in a step.
+    """The operations of each unit of the run on a rank, for one phase of its step after the other; None for a user's
+    own units with data-dependent control flow.
     """
     specs = units_of(run)
-    if run.plan.phases:
-        return None
     if run.decoder is not None:
         return operations_of(run, specs)
+    phases = zip(run.list_phases(), list_phases(specs) or ("",), strict=True)
     try:
-        return operations_of(run, specs)
+        return tuple(
+            each for phase, name in phases for each in operations_of(phase, in_phase(specs, name) if name else specs)
+        )
     except RuntimeError:  # fake tensors have no values to branch on
         return None
 
@@ -99,9 +102,8 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
         traced = operations(replace(run, plan=whole))
     if traced is None:
         return None
-    backward = (
-        flops(unit.backward) for unit, has_backward in zip(traced, run.plan.has_backward, strict=True) if has_backward
-    )
+    has_backward = [is_back for phase in run.list_phases() for is_back in phase.plan.has_backward]
+    backward = (flops(unit.backward) for unit, is_back in zip(traced, has_backward, strict=True) if is_back)
     return (sum(flops(unit.forward) for unit in traced) + sum(backward)) / (run.plan.microbatch * run.targets_of_row)
 
 

@@ -67,7 +67,7 @@ class InstructionPrices(Protocol):
 def instruction_seconds(run: Resolved, program: Program, source: InstructionPrices) -> PerUnit:
     """Seconds of each instruction of the run's step."""
     owned = rank_parameters(run)
-    held = [[owned[u] for u in program.list_held_units(rank)] for rank in range(program.pp)]
+    held = [[owned[u] for u in program.list_held_units(rank) if u not in program.resting] for rank in range(program.pp)]
     tp = CollectiveRanks(run.plan.mesh.tp, 1)
     return PerUnit(
         units=tuple(_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)),

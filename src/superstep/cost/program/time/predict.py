@@ -53,27 +53,35 @@ class Prediction:
     """A predicted step.
 
     Attributes:
-        memory: of each pipeline rank.
+        timelines: of each phase of the step, in their order.
+        memory: of each pipeline rank, in the phase that needs most.
         before_s: of the pass before it, in which a loss of whole answers finds its tokens' weights.
     """
 
-    timeline: Timeline
+    timelines: tuple[Timeline, ...]
     memory: tuple[RankBytes, ...]
     before_s: float = 0.0
 
     @property
+    def timeline(self) -> Timeline:
+        """Of the first phase."""
+        return self.timelines[0]
+
+    @property
     def step_s(self) -> float:
-        return self.before_s + self.timeline.step_s
+        return self.before_s + sum(timeline.step_s for timeline in self.timelines)
 
     @property
     def bubble(self) -> float:
-        return self.timeline.bubble()
+        phases_s = [timeline.step_s for timeline in self.timelines]
+        idle_s = sum(timeline.bubble() * s for timeline, s in zip(self.timelines, phases_s, strict=True))
+        return idle_s / sum(phases_s) if sum(phases_s) else 0.0
 
     @property
     def exposed_s(self) -> float:
         """Communication that no compute hides, mean over the ranks."""
-        spent = self.timeline.measure_uses()
-        return sum(sum(s.exposed_s.values()) for s in spent) / len(spent)
+        spent = [s for timeline in self.timelines for s in timeline.measure_uses()]
+        return sum(sum(s.exposed_s.values()) for s in spent) / len(self.memory)
 
     @property
     def memory_bytes(self) -> int:
@@ -90,19 +98,41 @@ def predict(
     """The training step of a run on a machine.
 
     Args:
-        operations: of each unit, traced from its modules; None means those of the formulas.
+        operations: of each unit, traced from its modules, for one phase of the step after the other; None means those
+            of the formulas.
         is_weighed: whether each step first computes the log-probabilities of its batch.
 
     Raises:
         ConfigError: a user's model without operations.
     """
-    program = compile_step(run.plan)
-    took = durations(run, program, machine, operations)
-    timeline = _share_cores(run, machine, program, took)
-    before_s = 0.0
-    if is_weighed:
-        before_s = _share_cores(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
-    return Prediction(timeline, rank_bytes(run, program, sizes_of(run, operations)), before_s)
+    timelines, before_s = [], 0.0
+    for phase, its_operations in pair_phases(run, operations):
+        program = compile_step(phase.plan)
+        took = durations(phase, program, machine, its_operations)
+        timelines.append(_share_cores(phase, machine, program, took))
+        if is_weighed:
+            before_s = _share_cores(run, machine, compile_evaluation(run.plan), _without_gradients(run, took)).step_s
+    return Prediction(tuple(timelines), memory_of_phases(run, operations), before_s)
+
+
+def pair_phases(
+    run: Resolved, operations: Sequence[UnitOperations] | None
+) -> list[tuple[Resolved, Sequence[UnitOperations] | None]]:
+    """The run of each phase of a step, with the operations of its units: one phase of ``operations`` after another."""
+    units = len(run.plan.units)
+    return [
+        (phase, None if operations is None else operations[number * units : (number + 1) * units])
+        for number, phase in enumerate(run.list_phases())
+    ]
+
+
+def memory_of_phases(run: Resolved, operations: Sequence[UnitOperations] | None) -> tuple[RankBytes, ...]:
+    """The memory of each pipeline rank, in the phase that needs most."""
+    each = [
+        rank_bytes(phase, compile_step(phase.plan), sizes_of(phase, its_operations))
+        for phase, its_operations in pair_phases(run, operations)
+    ]
+    return tuple(max(of_rank, key=lambda rank: rank.bytes) for of_rank in zip(*each, strict=True))
 
 
 def _share_cores(run: Resolved, machine: Prices, program: Program, took: Durations) -> Timeline:
