@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import runs
 from picture_samples import SAMPLES, write_pictures
 from superstep.cli.main import main
 from superstep.model.multimodal.place_rows import place_rows
@@ -30,6 +31,15 @@ def test_each_token_takes_the_row_of_its_number():
     assert out[..., 0].tolist() == [[0, 1, 0, 4, 0], [7, 0, 0, 0, 0]]
     out.sum().backward()
     assert rows.grad[..., 0].tolist() == [[1, 1], [1, 0]]  # the second row of the second is padding
+
+
+def test_accuracy_is_told_where_a_decoder_ends_the_model(here):
+    """All targets are one token, which a few steps learn."""
+    write_pictures(here, SAMPLES.replace('"target": (tokens + len(pictures)) % 29', '"target": tokens * 0 + 3'))
+    steps = ["--train.steps", "12", "--train.eval-every", "12", "--train.lr", "2e-2", "--state.save-every", "12"]
+    assert main(["train", "run.toml", *steps]) == 0
+    (evaluated,) = runs.events(Path("run"), "evaluated")
+    assert evaluated["accuracy"] == 1.0
 
 
 def test_every_layout_has_the_same_bits(here, capfd):
@@ -56,7 +66,7 @@ def test_a_run_goes_on_with_the_same_bits(here):
     [
         (("token=PICTURE", "token=29"), [], "encoders at the tokens [29], and the samples' PLACEHOLDERS has [30]"),
         (("PLACEHOLDERS = ", "HOLDERS = "), [], "encoders at the tokens [30], and the samples' PLACEHOLDERS has []"),
-        (("(PICTURE, MERGE**2)", "(PICTURE, 2)"), [], "has 8 rows of 'pixels' and 2 tokens 30"),
+        (("(PICTURE, MERGE**2)", "(PICTURE, 2)"), [], "samples have room for 24 of these tokens"),
         (("merge=MERGE, side", "merge=4, side"), [], "reads 3 rows of an encoder at the tokens 30"),
         (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),

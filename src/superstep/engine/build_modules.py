@@ -34,6 +34,7 @@ from superstep.model.unit import UnitSpec
 from superstep.numerics.loss import IGNORE, cross_entropy_sum, cut_cross_entropy_sum, linear_cross_entropy_sum
 from superstep.numerics.noise import CurrentNoise, FindHeld
 from superstep.numerics.objective import LossTarget, objective_sum
+from superstep.numerics.soft_cap import soft_cap
 
 Compute = Callable[[Sequence[Tensor], SequenceView], Tensor]
 Loss = Callable[[Tensor, LossTarget, float], Tensor]
@@ -182,6 +183,8 @@ def build_loss(
     def compute_fused(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
         # In both cases the scale is applied before gradients are rounded to bf16, so that ZeRO stages give the same
         # bits.
+        if aim.classify is not None:
+            aim.classify(_compute_logits(head, h), aim.targets)
         into = linear.weight.grad if is_straight and torch.is_grad_enabled() else None
         return linear_cross_entropy_sum(
             h,
@@ -197,6 +200,12 @@ def build_loss(
         )
 
     return compute_fused
+
+
+def _compute_logits(head: Head, h: Tensor) -> Tensor:
+    """The logits of a head that leaves its product to the loss."""
+    logits = F.linear(h, head.lm_head.weight)
+    return logits if head.logit_cap is None else soft_cap(logits, head.logit_cap)
 
 
 def _whole_loss(logits: Tensor, aim: LossTarget) -> Tensor:

@@ -49,7 +49,10 @@ class EmbeddingWithRows(Embedding):
 
     def forward(self, tokens_BS: Tensor, *rows_BMD: Tensor) -> Tensor:
         """The stream, [B, S, D]; ``rows_BMD`` are those of each encoder."""
-        x_BSD = super().forward(tokens_BS)
+        return self.place(super().forward(tokens_BS), tokens_BS, rows_BMD)
+
+    def place(self, x_BSD: Tensor, tokens_BS: Tensor, rows_BMD: Sequence[Tensor]) -> Tensor:
+        """The stream with the rows of each encoder at the places of its token."""
         for token, rows in zip(self.tokens, rows_BMD, strict=True):
             x_BSD = place_rows(x_BSD, rows, tokens_BS == token)
         return x_BSD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -31,10 +32,25 @@ def hints(
     elif first.kind == "scale":
         count = len({d.name for d in differences if (d.step, d.kind) == (first.step, "gradient")})
         yield f"all {count} gradients, ratio {first.ratio:.3f}"
+    elif first.kind == "loss" and first.step == 0:
+        yield from _most_wrong_unit(differences, specs)
     causes = list(dict.fromkeys(describe(i) for i in _producers(first, wrong, {d.name for d in same}, program, specs)))
     if causes:
         more = f" and {len(causes) - MOST} more" if len(causes) > MOST else ""
         yield f"made by: {', '.join(causes[:MOST])}{more}"
+
+
+def _most_wrong_unit(differences: Sequence[Difference], specs: Sequence[UnitSpec]) -> Iterator[str]:
+    """The unit with gradients that differ most where the first loss is wrong: near what made it."""
+    by_name = {d.name: d for d in differences if (d.step, d.kind) == (0, "gradient")}
+    shares: dict[str, float] = {}
+    for spec in specs:
+        own = [by_name[one.name] for param in spec.params.values() for one in param.each if one.name in by_name]
+        if whole := sum(d.square for d in own):
+            shares[spec.name] = math.sqrt(sum(d.relative**2 * d.square for d in own) / whole)
+    if shares:
+        unit = max(shares, key=lambda name: shares[name])
+        yield f"gradients differ most in unit '{unit}', by {shares[unit]:.0%} of their size"
 
 
 def _scale(same: Sequence[Difference], wrong: set[str], first: Difference) -> str:

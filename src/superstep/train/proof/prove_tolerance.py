@@ -47,7 +47,7 @@ from superstep.train.proof.restart import (
     piece_bits,
 )
 from superstep.train.proof.sampler import draw_fault
-from superstep.train.proof.stream import noise_fault, stream_fault
+from superstep.train.proof.stream import encoder_fault, noise_fault, stream_fault
 from superstep.train.proof.verdict import ProofVerdict, judge
 from superstep.train.weights.model import units_of
 
@@ -152,7 +152,7 @@ def _beside(world: World, run: Resolved, corpus: Path) -> tuple[str, str]:
     """Differences of stream and sampler from plain code: the first of any rank."""
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=TIMEOUT)
     try:
-        mine = stream_fault(run, mesh, corpus) or noise_fault(run, mesh)
+        mine = stream_fault(run, mesh, corpus) or noise_fault(run, mesh) or encoder_fault(run, mesh, corpus)
     finally:
         mesh.destroy()
     return next(filter(None, gather(mine, str)), ""), gather(draw_fault() if world.rank == 0 else "", str)[0]

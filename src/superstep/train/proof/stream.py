@@ -27,8 +27,10 @@ from superstep.numerics.loss import IGNORE
 from superstep.numerics.noise import SamplePlace
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
+from superstep.train.proof.plain.plain_rows import rows_fault
 from superstep.train.proof.plain.plain_samples import PlainSamples, sample_fault
 from superstep.train.proof.plain.plain_stream import PlainSplit, Row
+from superstep.train.weights.model import units_of
 
 KINDS = {"packed": (True, False), "masked": (True, True), "padded": (False, False)}
 """Kinds of rows: ``data.packed`` and ``data.document_mask``."""
@@ -74,6 +76,15 @@ def stream_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
                 if fault:
                     return f"the {split} stream, {kind}: the batch at sample {sample}: rank {mesh.rank}: {fault}"
     return ""
+
+
+def encoder_fault(run: Resolved, mesh: Mesh, folder: Path) -> str:
+    """A rank's encoder with rows at other tokens than its own, in words; empty without one."""
+    if run.samples is None:
+        return ""
+    batch = stream_of(run.config, open_source(folder), "train").batch(0, rows(run.plan, mesh))
+    fault = rows_fault(units_of(run), run.samples, batch)
+    return fault and f"rank {mesh.rank}: {fault}"
 
 
 def _samples_fault(config: RunConfig, samples: SampleFile, mine: slice, rank: int) -> str:

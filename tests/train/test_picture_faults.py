@@ -1,0 +1,97 @@
+"""Faults that ranks can have with pictures in text, planted: the proof of a layout names each."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from picture_samples import write_pictures
+from superstep.comm.device import Device
+from superstep.data.samples import ragged_rows, sample_stream
+from superstep.launch.ranks import World
+from superstep.model.multimodal import place_rows as place_rows_module
+from superstep.model.multimodal import vision
+from superstep.plan.config_io import read_config
+from superstep.train.proof.proof_inputs import Cases, prove_case
+from superstep.train.weights.model import resolve_config
+
+pytestmark = pytest.mark.multiproc
+
+
+def skip_encoder():
+    """The rows of the encoder are left out."""
+    return mock.patch.object(place_rows_module, "place_rows", lambda x, rows, is_place: x + 0 * rows.sum())
+
+
+def place_one_off():
+    """Each row of the encoder is one place off."""
+    inner = place_rows_module.place_rows
+    return mock.patch.object(
+        place_rows_module, "place_rows", lambda x, rows, is_place: inner(x, rows.roll(1, 1), is_place)
+    )
+
+
+def mix_pictures():
+    """Patches see the pictures beside theirs."""
+    return mock.patch.object(vision, "number_pictures", lambda patches, numbers: torch.zeros_like(numbers))
+
+
+def lay_one_off():
+    """The patches of a row are read one sample off."""
+    inner = ragged_rows.lay_row
+
+    def lay_row(samples, fields):
+        row, other = inner(samples, fields), inner([*samples[1:], *samples[:1]], fields)
+        return {**row, "pixels": other["pixels"]}
+
+    return mock.patch.object(sample_stream, "lay_row", lay_row)
+
+
+FAULTS = {
+    "none": nullcontext,
+    "skip_encoder": skip_encoder,
+    "place_one_off": place_one_off,
+    "mix_pictures": mix_pictures,
+    "lay_one_off": lay_one_off,
+}
+
+
+SAYS = {
+    "skip_encoder": "rank 1: unit 'embed': token 0 of row 0 has no row of its encoder, and its own is row 0",
+    "place_one_off": "rank 1: unit 'embed': token 0 of row 0 has row 11 of its encoder, and its own is row 0",
+    "mix_pictures": "gradients differ most in unit '",
+    "lay_one_off": "rank 1: row 4 of the batch: 'pixels' is of another sample",
+}
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    write_pictures(folder, deepstack=(0,))
+    before, threads = Path.cwd(), torch.get_num_threads()
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    run = resolve_config(read_config(Path("run.toml")))
+    yield Cases(folder / "proof", folder / "pictures.py", steps=2).case(run, reruns=True)
+    torch.set_num_threads(threads)
+    os.chdir(before)
+
+
+def _prove_each(rank, world, names, case):
+    verdicts = []
+    for name in names:
+        with FAULTS[name]() if rank == 1 else nullcontext():
+            verdict = prove_case(World(rank, world, Device("cpu")), case)
+        verdicts.append((verdict.is_proven, verdict.stream, verdict.first and verdict.first.describe(), verdict.hints))
+    return verdicts
+
+
+def test_each_planted_fault_is_named(pool, case):
+    found = dict(zip(FAULTS, pool.run(2, _prove_each, list(FAULTS), case, timeout_s=240)[0], strict=True))
+    assert found.pop("none") == (True, "", None, ())
+    for name, (is_proven, stream, first, hints) in found.items():
+        assert not is_proven
+        assert SAYS[name] in " | ".join([stream, first or "", *hints]), name
