@@ -23,6 +23,7 @@ from words import write_words
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.toml"))
 WORLD = {
+    "alexnet": 2,
     "bench": 2,
     "captioner": 2,
     "audio_language": 2,

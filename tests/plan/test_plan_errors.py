@@ -62,6 +62,12 @@ def outline(*parameters: Parameter) -> Outline:
     return Outline((Unit("first", ends[:1]), Unit("middle", parameters), Unit("last", ends[1:])))
 
 
+def maps(*axes: str | None) -> Parameter:
+    """A convolution's weight of 4 by 4 channels and places."""
+    named = (*axes, *(None,) * (4 - len(axes)))
+    return Parameter(name="one.weight", axes=named, dims=(4, 4, 4, 4), layer="convolution")
+
+
 # the configuration, the units of a model that is not ours, what the message must say
 OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
     (
@@ -113,6 +119,32 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         {"plan__tp": 2, "plan__rules": (("inner", "tp"),)},
         outline(replace(linear("up.weight", "inner", None), is_plain=False), linear("down.weight", None, "inner")),
         ["up.weight", "cuts its dim 0 ('inner', 8)", "linear layer has a forward", "plan.rules.inner to 'none'"],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("maps", "tp"),), "plan__sequence_parallel": False},
+        outline(maps(None, None, "maps")),
+        ["one.weight", "cuts its dim 2 ('maps', 4), and a convolution can be cut", "plan.rules.maps to 'none'"],
+    ),
+    (
+        {"plan__tp": 2, "plan__rules": (("maps", "tp"),), "plan__sequence_parallel": True},
+        outline(maps("maps"), replace(maps(None, "maps"), name="two.weight")),
+        ["one.weight", "plan.sequence_parallel = true splits the places", "set plan.sequence_parallel to false"],
+    ),
+    (
+        {"plan__tp": 4, "plan__rules": (("maps", "tp"),), "plan__sequence_parallel": False},
+        outline(replace(maps("maps"), groups=2), replace(maps(None, "maps"), name="two.weight")),
+        ["one.weight: its 2 groups do not split over plan.tp = 4", "plan.tp to one of [1, 2]"],
+    ),
+    (
+        {
+            "numerics__exact": True,
+            "model__source": "mine.py",
+            "plan__tp": 2,
+            "plan__rules": (("inner", "tp"),),
+            "plan__sequence_parallel": True,
+        },
+        outline(linear("up.weight", "inner", None), linear("down.weight", None, "inner")),
+        ["numerics.exact = true", "model.source = 'mine.py'", "set plan.sequence_parallel to false"],
     ),
     ({"plan__pp": 4}, outline(), ["= 4 stages", "1 unit between its first and its last", "plan.pp to one of [1]"]),
 ]

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.layer_settings import ExactLayers
-from superstep.engine.exact.modules import exact_layers, exact_user_layers
+from superstep.engine.exact.modules import exact_layers
+from superstep.engine.exact.user_layers import exact_user_layers
 from superstep.engine.flat.touched_rows import RowSink
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, list_fused_layers
 from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight, hands_to

@@ -65,8 +65,9 @@ def replace_run(case: ExactCase, run: Resolved) -> ExactCase:
 
 
 def _alone(run: Resolved) -> Resolved:
-    """The same run on one rank, at the same microbatch size."""
-    return resolve_config(replace(run.config, plan=PlanConfig(microbatch=run.plan.microbatch)))
+    """The same run on one rank, at the same microbatch size; rules say which sums have cells."""
+    plan = PlanConfig(microbatch=run.plan.microbatch, rules=run.config.plan.rules)
+    return resolve_config(replace(run.config, plan=plan))
 
 
 def _wait_written(folder: Path) -> None:

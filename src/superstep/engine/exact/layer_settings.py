@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.linear import ReductionCut
-from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums
+from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums, hands_to
 from superstep.model.unit import ParamSpec
 from superstep.numerics.fixed_point import PARAMETER, Grid, RangeExcess
 from superstep.plan.model.shape import ModelShape
@@ -39,6 +40,13 @@ class ExactLayers:
     stream_parts: int
     group: Group | None
     sinks: Mapping[nn.Parameter, GradientSink]
+
+    def add_on_grid(self, parameter: nn.Parameter) -> None:
+        """Let autograd's gradient of a trained parameter be added on the grid."""
+        # A parameter that units share has one hook.
+        if parameter in self.sinks and not parameter._post_accumulate_grad_hooks:
+            sink = self.sinks[parameter]
+            parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
 
     def cut(self, param: ParamSpec) -> ReductionCut:
         """The cut of a linear layer's sums; the dims of its weight are (output, input)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -23,7 +22,7 @@ from superstep.engine.exact.norm import NormSettings, exact_norm
 from superstep.engine.exact.position_bias import exact_position_bias
 from superstep.engine.exact.swiglu import exact_gate_of, exact_gelu_tanh, exact_silu
 from superstep.engine.layers.fused import has_silu, make_gated
-from superstep.engine.layers.grad_accumulation import GradientSink, hands_to
+from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward, Implementation
 from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear
 from superstep.model.lora import AdaptedLinear
@@ -73,7 +72,7 @@ class _LayerBuilder:
     def router(self, path: str, layer: Gate, inner: Forward) -> Forward:
         own = {name: self.exact.sinks[parameter] for name, parameter in layer.named_parameters()}
         if layer.e_score_correction_bias is not None:  # its gradient is no sum of the layer's
-            self._add_on_grid(layer.e_score_correction_bias)
+            self.exact.add_on_grid(layer.e_score_correction_bias)
         return exact_gate(layer, own, self.exact.parts)
 
     def by_weight(self, make: Callable[[Any, GradientSink], Forward]) -> Callable[[str, Any, Forward], Forward]:
@@ -89,25 +88,11 @@ class _LayerBuilder:
 
     def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
         for parameter in layer.parameters(recurse=False):
-            self._add_on_grid(parameter)
+            self.exact.add_on_grid(parameter)
         return inner
-
-    def _add_on_grid(self, parameter: nn.Parameter) -> None:
-        # A parameter that units share has one hook.
-        if parameter in self.exact.sinks and not parameter._post_accumulate_grad_hooks:
-            sink = self.exact.sinks[parameter]
-            parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
 
     def _param(self, path: str) -> ParamSpec:
         return self.spec.params[f"{path}.weight" if path else "weight"]
-
-
-def exact_user_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementation, ...]:
-    """Implementations of a user's layers, whose sums over a microbatch are torch's: the same bits for any layout of
-    equal microbatches.
-    """
-    build = _LayerBuilder(spec, exact)
-    return (_row("autograd's gradient, added on the grid", build.is_trained, build.unknown),)
 
 
 def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None = None) -> tuple[Implementation, ...]:

@@ -6,6 +6,7 @@ The table of logical axes says which matrices are cut. The communication follows
     embedding cut over its rows    look up the own rows, zeros elsewhere, sum over tp
     linear cut over its output     its input enters; each rank has its own columns, and its part of the bias
     linear cut over its input      each rank has a part of the sum: sum over tp, then add the bias once
+    convolution                    as a linear, over channels (``convolution``)
     norm cut over its numbers      the sum of squares is summed over tp, and so is what the backward needs of a row
     everything else                nothing
 
@@ -35,9 +36,11 @@ from superstep.comm.collectives import scatter_sequence
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import is_cut
 from superstep.engine.layers.implementation import Forward, Implementation
+from superstep.engine.parallel.convolution import convolve_into_own, convolve_own
 from superstep.engine.parallel.sequence_parallel import GatherWhole, KeepOwn, part
 from superstep.engine.parallel.split_norm import norm_over_ranks
 from superstep.kernels.position_bias import Slopes
+from superstep.model.custom.is_plain import is_plain_convolution
 from superstep.model.decoder import Embedding
 from superstep.model.norm import RMSNorm
 from superstep.model.position_bias import AlibiBias
@@ -187,6 +190,7 @@ def splitting(
             lambda path, layer: cut.get(path) == 1 and isinstance(layer, nn.Linear),
             lambda layer, inner: _rows(layer, inner, group, seam.leave),
         ),
+        *_convolutions(cut, group, seams, entrance),
         _row(
             "mean square over tp",
             lambda path, layer: cut.get(path) == 0 and isinstance(layer, RMSNorm),
@@ -209,6 +213,23 @@ def splitting(
             lambda layer, inner: _closing(inner, entrance),
         ),
         *_ends(lambda path, layer: not path and sequence_parallel and is_whole, end, group),
+    )
+
+
+def _convolutions(
+    cut: Mapping[str, int], group: Group, seams: Boundaries, entrance: _Entrance
+) -> tuple[Implementation, ...]:
+    return (
+        _row(
+            "own channels",
+            lambda path, layer: cut.get(path) == 0 and is_plain_convolution(layer),
+            lambda layer, inner: convolve_into_own(layer, inner, group, entrance, seams.split.enter, seams.end),
+        ),
+        _row(
+            "output leaves tp",
+            lambda path, layer: cut.get(path) == 1 and is_plain_convolution(layer),
+            lambda layer, inner: convolve_own(layer, inner, group, seams.whole.leave),
+        ),
     )
 
 

@@ -20,7 +20,12 @@ from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
 from superstep.model.custom.check_phases import check_phases
-from superstep.model.custom.is_plain import is_plain_embedding, is_plain_linear, is_sparse_table
+from superstep.model.custom.is_plain import (
+    is_plain_convolution,
+    is_plain_embedding,
+    is_plain_linear,
+    is_sparse_table,
+)
 from superstep.model.custom.unsupported_modules import RandomOperations, check_hooks, check_modules, depends_on
 from superstep.model.meta import on_meta
 from superstep.model.unit import (
@@ -140,7 +145,7 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             raise ConfigError(f"{where}: unit '{spec.name}', '{local}' is not trained; make it a buffer.")
         _check_bias(local, spec, where)
         layer = module.get_submodule(local.rpartition(".")[0])
-        is_plain = is_plain_linear(layer) or is_plain_embedding(layer)
+        is_plain = is_plain_linear(layer) or is_plain_embedding(layer) or is_plain_convolution(layer)
         if param.is_statistic != is_statistic(module, local):
             raise ConfigError(
                 f"{where}: unit '{spec.name}', '{local}' has is_statistic = {param.is_statistic}; set it to "
@@ -157,6 +162,7 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             dims=dims,
             layer=_layer(layer),
             is_plain=is_plain,
+            groups=getattr(layer, "groups", 1) if is_plain else 1,
             is_statistic=param.is_statistic,
             is_sparse=param.is_sparse,
         )
@@ -166,7 +172,7 @@ def _check_bias(local: str, spec: UnitSpec, where: str) -> None:
     path, _, leaf = local.rpartition(".")
     weight = spec.params.get(f"{path}.weight" if path else "weight")
     axes = spec.params[local].axes
-    if leaf == "bias" and weight is not None and len(weight.axes) == 2 and axes[0] != weight.axes[0]:
+    if leaf == "bias" and weight is not None and len(weight.axes) >= 2 and axes[0] != weight.axes[0]:
         raise ConfigError(
             f"{where}: unit '{spec.name}', '{local}' has the axis {axes[0]!r}, and its weight has {weight.axes[0]!r} "
             "over the same dim; name them alike."
@@ -176,6 +182,8 @@ def _check_bias(local: str, spec: UnitSpec, where: str) -> None:
 def _layer(layer: nn.Module) -> Layer:
     if isinstance(layer, nn.Linear):
         return "linear"
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return "convolution"
     return "embedding" if isinstance(layer, nn.Embedding) else "other"
 
 

@@ -22,6 +22,11 @@ def is_plain_embedding(layer: nn.Module) -> bool:
     )
 
 
+def is_plain_convolution(layer: nn.Module) -> bool:
+    """Whether a layer convolves with its weight, zeros around the input, and adds its bias, and nothing else."""
+    return type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and _is_untouched(layer) and layer.padding_mode == "zeros"
+
+
 def is_sparse_table(module: nn.Module, local: str) -> bool:
     """Whether a parameter of a module is the table of an embedding with ``sparse=True``."""
     path, _, leaf = local.rpartition(".")

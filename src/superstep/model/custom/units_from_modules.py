@@ -1,9 +1,9 @@
-"""as_units: any list of modules as units, without a table of axes.
+"""as_units: any list of modules as units.
 
     as_units([nn.Sequential(stem), block, block, nn.Sequential(pool, classifier)])
 
-Each module becomes a unit with its own initial values. Nothing of it is cut: such units run under data, ZeRO and
-pipeline parallelism. Build them alike on every rank: from the same seed, or from the same file.
+Each module becomes a unit with its own initial values. Such units run under data, ZeRO and pipeline parallelism, and
+with ``axes`` under tensor parallelism. Build them alike on every rank: from the same seed, or from the same file.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def as_units(
     takes: Mapping[int, Sequence[str]] | None = None,
     loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None = None,
     phases: Mapping[str, Sequence[int]] | None = None,
+    axes: Mapping[str, Sequence[str | None]] | None = None,
 ) -> tuple[UnitSpec, ...]:
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
 
@@ -43,13 +44,15 @@ def as_units(
             logits [B, C] and class numbers [B]. Several by name are summed, with the weights of
             ``phases.loss_weights``. Of a step of several phases, the loss or losses of each phase by its name.
         phases: the modules that each phase trains, by their number; None for a step of one.
+        axes: of some parameters by their names, such as ``0.weight``: axes of the first dims, which a plan's rules may
+            cut over tp; a dim without one is whole.
 
     Raises:
         ConfigError: a module cannot be trained in parallel.
     """
     names: dict[int, str] = {}
     phase_of = {str(number): phase for phase, numbers in (phases or {}).items() for number in numbers}
-    units = []
+    units, named = [], dict(axes or {})
     for number, module in enumerate(modules):
         # Detects here what a copy would lose or could not take.
         check_modules(module, f"unit '{number}'")
@@ -57,7 +60,7 @@ def as_units(
         params = {
             local: ParamSpec(
                 name=names.setdefault(id(param), f"{number}.{local}"),
-                axes=(None,) * param.ndim,
+                axes=_name_dims(param, named.pop(f"{number}.{local}", ())),
                 std=None,
                 values=param.detach(),
                 is_statistic=is_statistic(module, local),
@@ -72,9 +75,15 @@ def as_units(
         given = tuple((takes or {}).get(number, ()))
         unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, takes=given, phase=phase)
         units.append(_with_loss(unit, loss, has_phases=phases is not None) if is_last else unit)
+    for name, dims in named.items():
+        raise ConfigError(f"axes names '{name}' {tuple(dims)}, which is no parameter of the modules; leave it out.")
     for unknown, phase in phase_of.items():
         raise ConfigError(f"phase '{phase}' trains module {unknown}, and there are {len(modules)} modules from 0 on.")
     return tuple(units)
+
+
+def _name_dims(param: Tensor, first: Sequence[str | None]) -> tuple[str | None, ...]:
+    return (*first, *(None,) * (param.ndim - len(first)))
 
 
 def _with_loss(

@@ -12,8 +12,9 @@ from typing import Literal
 
 from superstep.plan.rules import Rules
 
-Layer = Literal["linear", "embedding", "other"]
-"""A parameter's role in cutting: it multiplies (or is a bias or a norm of all heads), is looked up, or neither."""
+Layer = Literal["linear", "convolution", "embedding", "other"]
+"""A parameter's role in cutting: it multiplies (or is a bias or a norm of all heads), convolves, is looked up, or none
+of these."""
 
 Factor = Literal["a", "b"]
 """The first factor of an adapter, [rank, inputs], or the second, [outputs, rank]."""
@@ -28,6 +29,7 @@ class Parameter:
         axes: a logical axis for each dim, None where a dim has none.
         dims: the global tensor's shape.
         is_plain: whether its layer has no forward, hooks or options of its own, so that it can be cut.
+        groups: of a convolution: the parts of its input and output that are convolved apart.
         factor: which factor of an adapter it is; None for the model's own.
         is_statistic: whether it is a running statistic.
         is_frozen: whether it is not trained.
@@ -39,6 +41,7 @@ class Parameter:
     dims: tuple[int, ...]
     layer: Layer
     is_plain: bool = True
+    groups: int = 1
     factor: Factor | None = None
     is_statistic: bool = False
     is_frozen: bool = False

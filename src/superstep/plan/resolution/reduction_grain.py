@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig
+from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
-from superstep.plan.rules import DEFAULT
+from superstep.plan.rules import DEFAULT, Rules
+from superstep.plan.sharding.parameters import has_cut_output
 
 MOST_CELLS = 8
 MOST_CHUNKS = 8
@@ -37,7 +39,7 @@ class Grain:
     tokens: int
 
 
-def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> Grain | None:
+def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig, outline: Outline) -> Grain | None:
     """The grain of a run in exact mode; None in fast mode. Raises ConfigError where the layout cuts finer than the
     grain, or needs what exact mode does not have.
     """
@@ -49,7 +51,7 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
             "set numerics.compile to false."
         )
     if shape is None:
-        return _user_grain(config, plan)
+        return _user_grain(config, plan, outline)
     if any(rule != dict(DEFAULT.cuts).get(axis, "none") for axis, rule in plan.rules):
         raise ConfigError(
             f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
@@ -90,14 +92,27 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) ->
     return grain
 
 
-def _user_grain(config: RunConfig, plan: PlanConfig) -> Grain:
-    """The grain of a user's model: a microbatch, whose sums are those of torch's own layers."""
-    for name, ways in (("plan.tp", plan.tp), ("plan.cp", plan.cp)):
-        if ways > 1:
-            raise ConfigError(
-                f"{name} = {ways} with numerics.exact = true and {config.model.label}: exact mode "
-                f"cuts the sums of its own layers only, not a user's; set {name} to 1, or numerics.exact to false."
-            )
+def _user_grain(config: RunConfig, plan: PlanConfig, outline: Outline) -> Grain:
+    """The grain of a user's model: a microbatch, whose sums are those of torch's own layers, in cells where tp cuts."""
+    rules, cells = DEFAULT.over(plan.rules), 1
+    if has_cut_output(outline, rules):
+        what = "exact mode has no loss over a vocabulary that tp cuts, but for its own decoder" if plan.tp > 1 else ""
+    else:
+        cells = _user_cells(outline, rules)
+        what = f"what tp cuts splits into {cells} cells" if cells % plan.tp else ""
+    if plan.tp > 1 and plan.sequence_parallel:
+        raise ConfigError(
+            f"plan.sequence_parallel = true with numerics.exact = true and {config.model.label}: "
+            "exact mode splits sequences of its own layers only, not of a user's; set plan.sequence_parallel to false."
+        )
+    if plan.cp > 1:
+        what = "exact mode cuts sequences of its own layers only, not of a user's"
+    if what:
+        name, ways = ("plan.cp", plan.cp) if plan.cp > 1 else ("plan.tp", plan.tp)
+        raise ConfigError(
+            f"{name} = {ways} with numerics.exact = true and {config.model.label}: {what}; set "
+            f"{name} to {1 if plan.cp > 1 else cells}, or numerics.exact to false."
+        )
     if config.numerics.exact_chunks is not None:
         raise ConfigError(
             f"numerics.exact_chunks = {config.numerics.exact_chunks} with {config.model.label}: the "
@@ -106,13 +121,21 @@ def _user_grain(config: RunConfig, plan: PlanConfig) -> Grain:
     assert plan.microbatch is not None
     sequences = config.train.batch_sequences
     return Grain(
-        cells=1,
+        cells=cells,
         chunks=1,
         parts=1,
         microbatches=sequences // plan.microbatch,
         sequences=sequences,
         tokens=sequences * (1 if config.data.source is not None else config.data.sequence_tokens),
     )
+
+
+def _user_cells(outline: Outline, rules: Rules) -> int:
+    """The most cells of every dim that the rules cut, and of the groups of cut convolutions."""
+    cut = [p for unit in outline.units for p in unit.parameters if rules.cuts_any(p.axes)]
+    sizes = [size for p in cut for size, axis in zip(p.dims, p.axes, strict=True) if rules.cut(axis) == "tp"]
+    sizes += [p.groups for p in cut if p.groups > 1]
+    return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes)) if sizes else 1
 
 
 def _cells(shape: ModelShape) -> int:

@@ -215,7 +215,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     check_context(config, shape, plan)
     check_experts(config, shape, plan)
     check_replicas(shape, plan)
-    grain = find_grain(config, shape, plan)
+    grain = find_grain(config, shape, plan, outline)
     padding = padding_of(shape, rules, grain.cells if grain else plan.tp)
     check_split(outline, rules, plan.tp, {axis for axis, _ in padding})
     assert plan.dp is not None

@@ -57,13 +57,13 @@ def check_split(outline: Outline, rules: Rules, tp: int, padded: Collection[str]
 
 def has_cut_output(outline: Outline, rules: Rules) -> bool:
     """Whether the last unit's output is cut over tp, and the loss with it."""
-    columns, rows = _cut_linears(outline.units[-1], rules)
+    columns, rows = _cut_products(outline.units[-1], rules)
     return bool(columns) and not rows
 
 
 def columns_of(outline: Outline, rules: Rules) -> int:
     """Columns of the last unit's output over all ranks where it is cut; else 0."""
-    columns, rows = _cut_linears(outline.units[-1], rules)
+    columns, rows = _cut_products(outline.units[-1], rules)
     return columns[0][0].dims[0] if columns and not rows else 0
 
 
@@ -101,11 +101,26 @@ def _check_parameter(parameter: Parameter, rules: Rules, plan: PlanConfig) -> No
             f"{parameter.layer} layer has a forward, hooks or options of its own, which want the whole of it; "
             f"set plan.rules.{axis} to 'none'."
         )
+    if parameter.layer == "convolution":
+        _check_convolution(parameter, dim, plan)
     if parameter.layer == "other" or (parameter.layer == "embedding" and dim > 0):
         raise ConfigError(
             f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {parameter.dims[dim]}), and "
-            "only linear layers and the rows of embeddings can be cut over tp; "
+            "only linear layers, convolutions and the rows of embeddings can be cut over tp; "
             f"set plan.rules.{axis} to 'none'."
+        )
+
+
+def _check_convolution(parameter: Parameter, dim: int, plan: PlanConfig) -> None:
+    axis, size = parameter.axes[dim], parameter.dims[dim]
+    at = f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its dim {dim} ('{axis}', {size}), and"
+    if dim > 1 or (dim == 1 and parameter.groups > 1):
+        where = "over its output or, without groups, its input"
+        raise ConfigError(f"{at} a convolution can be cut {where}; set plan.rules.{axis} to 'none'.")
+    if plan.tp > 1 and plan.sequence_parallel:
+        raise ConfigError(
+            f"{at} plan.sequence_parallel = true splits the places that a convolution reads; set "
+            "plan.sequence_parallel to false."
         )
 
 
@@ -122,6 +137,12 @@ def _check_alike(parameters: Sequence[Parameter], rules: Rules) -> None:
 
 def _check_size(parameter: Parameter, rules: Rules, tp: int, padded: Collection[str]) -> None:
     for dim, (size, axis) in enumerate(zip(parameter.dims, parameter.axes, strict=True)):
+        if rules.cut(axis) == "tp" and parameter.groups % tp and parameter.groups > 1:
+            raise ConfigError(
+                f"{parameter.name}: its {parameter.groups} groups do not split over plan.tp = {tp}, which "
+                f"plan.rules.{axis} = 'tp' asks for; set plan.rules.{axis} to 'none', or plan.tp to one of "
+                f"{_divisors(parameter.groups)}."
+            )
         if rules.cut(axis) == "tp" and axis not in padded and size % tp:
             raise ConfigError(
                 f"{parameter.name}: its dim {dim} ('{axis}') of {size} does not split over plan.tp = {tp}, which "
@@ -137,26 +158,29 @@ def _check_regions(units: Sequence[Unit], rules: Rules, tp: int) -> None:
             "set plan.tp to 1, or name an axis in plan.rules."
         )
     for unit in units:
-        columns, rows = _cut_linears(unit, rules)
-        # The last unit's own output may stay cut.
-        open_end = columns and not rows and unit is not units[-1]
+        columns, rows = _cut_products(unit, rules)
+        # The last unit's own logits may stay cut.
+        open_end = columns and not rows and not (unit is units[-1] and columns[-1][0].layer == "linear")
         if open_end or (rows and not columns):
             (parameter, axis), what = (columns[0], "output") if open_end else (rows[0], "input")
             raise ConfigError(
-                f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its {what}, and no linear layer of unit "
-                f"'{unit.name}' is cut over its {'input' if open_end else 'output'} to match; set plan.rules.{axis} "
-                "to 'none', or give such a layer the axis."
+                f"{parameter.name}: plan.rules.{axis} = 'tp' cuts its {what}, and no linear layer or convolution of "
+                f"unit '{unit.name}' is cut over its {'input' if open_end else 'output'} to match; set "
+                f"plan.rules.{axis} to 'none', or give such a layer the axis."
             )
 
 
-def _cut_linears(
+def _cut_products(
     unit: Unit, rules: Rules
 ) -> tuple[list[tuple[Parameter, str | None]], list[tuple[Parameter, str | None]]]:
-    """The unit's matrices cut over their output, and those cut over their input, each with the cut axis."""
+    """The unit's linears and convolutions cut over their output, and those cut over their input, each by its weight and
+    the cut axis.
+    """
 
     def cut(dim: int) -> Iterator[tuple[Parameter, str | None]]:
         for p in unit.parameters:
-            if p.layer == "linear" and len(p.axes) == 2 and rules.cut(p.axes[dim]) == "tp":
+            is_weight = len(p.axes) == 2 if p.layer == "linear" else p.layer == "convolution" and len(p.axes) > 2
+            if is_weight and rules.cut(p.axes[dim]) == "tp":
                 yield p, p.axes[dim]
 
     return list(cut(0)), list(cut(1))
