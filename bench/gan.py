@@ -1,29 +1,38 @@
-"""What a trained GAN draws, as a trained LeNet-5 sees it: how many digits it recognises, and how often each.
+"""What trained GANs draw, as a trained LeNet-5 sees it: how many digits it recognises, and how often each.
 
     superstep train recipes/lenet.toml
     superstep train recipes/gan.toml
-    python bench/gan.py runs/gan runs/lenet
+    python -m bench.gan runs/gan runs/lenet
 
-A drawn digit counts as recognised where the classifier gives a class a probability of 0.9 or more.
+    python -m bench.gan GAN ... LENET --out bench/results/gan.json      several runs, such as one for each seed
+
+A drawn digit counts as recognised where the classifier gives a class a probability of 0.9 or more. Each run draws
+1,000, 100 of each class that the generator is given; "asked" is the share that is recognised as that class.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
+from bench.machine import write_result
 from superstep.model.custom.user_model import load_units
 from superstep.model.files.hf import open_weights
 from superstep.model.unit import UnitGraph
 from superstep.plan.config_io import read_config
 from superstep.train.weights.weights_folder import weights_of
 
-SAMPLES, LATENTS, SURE = 1000, 64, 0.9
+SAMPLES, LATENTS, CLASSES, SURE = 1000, 64, 10, 0.9
 GENERATOR_UNITS = 2
+RECOGNISED, SHARE = 0.9, (0.05, 0.15)
+"""What the recipe is to reach: the share that is recognised, and the share of each digit."""
 
 
 def load(run: Path) -> UnitGraph:
@@ -38,19 +47,34 @@ def load(run: Path) -> UnitGraph:
 
 @torch.no_grad()
 def judge(gan: UnitGraph, lenet: UnitGraph) -> dict[str, float | list[float]]:
-    """The share of drawn digits that are recognised, and of each class in all."""
+    """The shares of drawn digits that are recognised, and as the class that was given; those of classes."""
     draw = nn.Sequential(*gan.units[:GENERATOR_UNITS])
     latents = torch.randn(SAMPLES, LATENTS, generator=torch.Generator().manual_seed(0))
-    probabilities: Tensor = lenet(draw(latents)).softmax(-1)
-    best = probabilities.max(-1)
-    counts = torch.bincount(best.indices, minlength=10)
+    given = torch.arange(SAMPLES) % CLASSES
+    best = lenet(draw(torch.cat((latents, F.one_hot(given, CLASSES).float()), 1))).softmax(-1).max(-1)
+    is_sure, counts = best.values >= SURE, torch.bincount(best.indices, minlength=CLASSES)
     return {
-        "recognised": float((best.values >= SURE).float().mean()),
+        "recognised": float(is_sure.float().mean()),
+        "asked": float((is_sure & (best.indices == given)).float().mean()),
         "shares": [round(float(count) / SAMPLES, 3) for count in counts],
     }
 
 
+def main(argv: Sequence[str]) -> int:
+    """Judge each run, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gan", nargs="+", type=Path, help="folders of runs of recipes/gan.toml")
+    parser.add_argument("lenet", type=Path, help="the folder of a run of recipes/lenet.toml")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    given = parser.parse_args(argv)
+    lenet = load(given.lenet)
+    runs = [judge(load(run), lenet) for run in given.gan]
+    for run, verdict in zip(given.gan, runs, strict=True):
+        sys.stdout.write(f"{run}: {json.dumps(verdict)}\n")
+    if given.out is not None:
+        write_result(given.out, wanted={"recognised": RECOGNISED, "share": list(SHARE)}, runs=runs)
+    return 0
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: python bench/gan.py GAN LENET")
-    sys.stdout.write(json.dumps(judge(*(load(Path(run)) for run in sys.argv[1:]))) + "\n")
+    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from longer import many_ranks
 from superstep.comm.device import Device
 from superstep.data.batch import Batch
+from superstep.engine import build
 from superstep.engine.engine import Engine
+from superstep.engine.parallel.noise import find_place
 from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.by_place.batch_norm import BatchNorm
@@ -68,7 +70,7 @@ def gan(phases=PHASES, losses=None):
         nn.Sequential(nn.Linear(6, 16, bias=False), BatchNorm(16, 4), nn.GELU()),
         nn.Sequential(nn.Linear(16, 16), nn.Unflatten(1, (1, 4, 4))),
         Pair(),
-        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), BatchNorm(2, 4), nn.GELU()),
+        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), BatchNorm(2, 4), nn.GELU(), nn.Dropout(0.2)),
         nn.Sequential(nn.Linear(12, 1), nn.Flatten()),
     ]
     losses = {"judge": judge, "fool": fool} if losses is None else losses
@@ -238,6 +240,73 @@ def test_a_batch_norm_normalises_by_its_group_in_each_phase_and_its_statistics_m
         norm(first[0](rows))
     torch.testing.assert_close(step.weights["0.1.running_mean"], norm.running_mean)
     torch.testing.assert_close(step.weights["0.1.running_var"], norm.running_var)
+
+
+def _merge_alone(self, differences, place):
+    """The groups of a microbatch as if they were all."""
+    return merge(self, differences, replace(place, sample=0, samples=len(differences) * self.group))
+
+
+merge = BatchNorm._merge
+
+
+def _prove_fault(rank, world, run, folder, fault):
+    def place_of(*where):
+        place = find_place(*where)
+        return replace(place, seed=place.seed + rank)
+
+    faults = {
+        "a statistic for each microbatch": mock.patch.object(BatchNorm, "_merge", _merge_alone),
+        "a seed for each rank": mock.patch.object(build, "find_place", place_of),
+    }
+    with faults[fault]:
+        return _prove_all(rank, world, [run], folder)[0].first
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("a statistic for each microbatch", "running_mean"),
+        ("a seed for each rank", "step 0: loss differs"),
+    ],
+)
+def test_a_fault_of_a_rank_is_named(pool, reference, fault, name):
+    first = pool.run(2, _prove_fault, run_of(dp=2, zero=2, microbatch=4), reference, fault, timeout_s=60)[0]
+    assert name in first.describe(), first.describe()
+
+
+def cut_gan():
+    """The same with a hidden layer in each net, which tp cuts."""
+    torch.manual_seed(3)
+    modules = [
+        nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Unflatten(1, (1, 4, 4))),
+        Pair(),
+        nn.Sequential(nn.Flatten(2), nn.Linear(16, 12), nn.GELU(), nn.Linear(12, 8)),
+        nn.Sequential(nn.Linear(8, 1), nn.Flatten()),
+    ]
+    losses, phases = {"judge": judge, "fool": fool}, {"judge": (2, 3), "fool": (0,)}
+    units = as_units(modules, inputs={0: ["latents"], 1: [0, "pixels"]}, loss=losses, phases=phases)
+    return _cut(units[0], "0", "2"), units[1], _cut(units[2], "1", "3"), units[3]
+
+
+def _cut(unit, first, second):
+    axes = {f"{first}.weight": ("ffn", None), f"{first}.bias": ("ffn",), f"{second}.weight": (None, "ffn")}
+    params = {local: replace(param, axes=axes.get(local, param.axes)) for local, param in unit.params.items()}
+    return replace(unit, params=params)
+
+
+def _prove_cut(rank, world, run, folder):
+    torch.set_num_threads(1)
+    return prove(World(rank, world, Device("cpu")), run, batches(), Path(folder), reruns=True, specs=cut_gan())
+
+
+@pytest.mark.multiproc
+def test_tensor_parallel_ranks_train_both_phases(pool, tmp_path):
+    run = run_of(specs=cut_gan(), tp=2, zero=1, microbatch=4, sequence_parallel=False)
+    write_reference(cut_gan(), run.config.train, batches(), tmp_path)
+    verdict = pool.run(2, _prove_cut, run, str(tmp_path), timeout_s=60)[0]
+    assert verdict.is_proven, verdict.first and verdict.first.describe()
 
 
 def test_the_program_of_a_phase_goes_back_to_what_it_trains_and_no_further():

@@ -47,6 +47,13 @@ class Device:
         """
         if self.kind == "cuda":
             torch.cuda.set_device(self.torch)
+            # Convolutions in fp32, as products are: cuDNN would round their inputs to 10 bits of mantissa.
+            torch.backends.cudnn.allow_tf32 = False
+
+    def repeat_convolutions(self) -> None:
+        """Let cuDNN choose among kernels that sum in a fixed order."""
+        if self.kind == "cuda":
+            torch.backends.cudnn.deterministic = True
 
     def pin(self, address: int, size_bytes: int) -> str:
         """Pin host memory so that the GPU copies straight to it; returns why the driver refuses, empty where it does
