@@ -23,12 +23,12 @@ def rows_fault(specs: Sequence[UnitSpec], fields: SampleFields, batch: Batch) ->
         batch: rows of samples; the encoders' rows are other numbers.
     """
     rooms = {each.token: fields.capacities[name] // each.rows for name, each in fields.placeholders.items()}
-    tokens_BS = batch.fields[TOKENS]
     for spec in specs if rooms else ():
         with on_meta():
             module = spec.build()
         if not isinstance(module, EmbeddingWithRows):
             continue
+        tokens_BS = batch.fields[TOKENS]
         x_BS1 = -1.0 - torch.arange(tokens_BS.numel()).view(*tokens_BS.shape, 1)
         rows = [
             torch.arange(1.0, 1 + len(tokens_BS) * rooms[token]).view(-1, rooms[token], 1) for token in module.tokens
