@@ -11,15 +11,18 @@ from superstep.model.axes import units
 from superstep.model.decoder import Decoder
 from superstep.model.files.hf import save_weights
 from superstep.model.unit import global_tensors
+from superstep.plan.config import ModelConfig, PlanConfig, RunConfig
 from superstep.plan.model.attention_rule import DeltaShape
 from superstep.plan.model.shape import Latent, dropless
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.model.style import GEMMA, GPT_OSS, OLMO, QWEN_NEXT, BlockStyle
+from superstep.plan.resolution.resolve import resolve
 from superstep.serve.compute.compiled.compiled_decoder import CompiledDecoder
 from superstep.serve.compute.flat_batch import RequestRows, Rows
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.config import ServeConfig
 from superstep.serve.load_rank import load_rank
+from superstep.train.proof.sampler import can_serve
 
 TINY = replace(SHAPES["tiny"], tied=False)
 SLIDING = replace(TINY, window=24, full_layers=(1,))
@@ -125,3 +128,10 @@ def test_attention_that_no_page_holds_is_refused_by_name(what, tmp_path):
     made(REFUSED[what], tmp_path)
     with pytest.raises(ConfigError, match=rf"config.json' has {what}, and a server.* keys and values"):
         opened(tmp_path, compute="fp32")
+
+
+@pytest.mark.parametrize("shape", [*FAMILIES.values(), *REFUSED.values()], ids=[*FAMILIES, *REFUSED])
+def test_a_proof_asks_only_a_server_that_takes_the_model(shape, tmp_path):
+    made(shape, tmp_path)
+    run = resolve(RunConfig(model=ModelConfig(name=str(tmp_path / "config.json")), plan=PlanConfig(dp=1)))
+    assert can_serve(run) == (shape.moe is None and shape not in REFUSED.values())

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import small
-from superstep.cli.prove import within_tolerance as verb
+from superstep.cli.main import main
 from superstep.comm.device import Device
 from superstep.launch.ranks import World
 from superstep.plan.resolution.resolve import resolve
-from superstep.run import prove_layout as proof
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.compare import Difference
 from superstep.train.proof.prove_tolerance import prove
@@ -59,23 +57,29 @@ def test_the_order_ends_with_the_block():
         assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_exact_mode_keeps_the_order_for_the_rest_of_a_process():
+    Device("cpu").keep_order()
+    assert not torch.are_deterministic_algorithms_enabled()
+    try:
+        Device("cuda").keep_order()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_convolutions_of_fp32_keep_their_digits_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    Device("cpu").make_current()
+    assert torch.backends.cudnn.allow_tf32
+    Device("cuda").make_current()
+    assert not torch.backends.cudnn.allow_tf32
+
+
 @pytest.mark.parametrize(("given", "kept"), [(None, ":4096:8"), (":16:8", ":16:8")])
-def test_ranks_are_launched_with_what_cublas_needs(given, kept, monkeypatch, tmp_path):
+def test_every_verb_sets_what_cublas_needs_for_one_order(given, kept, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given or "")
     if given is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    monkeypatch.setattr(verb.Cases, "__init__", lambda *args, **kwargs: None)
-    monkeypatch.setattr(verb.Cases, "case", lambda *args, **kwargs: SimpleNamespace(run=resolve(small.config())))
-    seen = []
-
-    def launched(*args):
-        seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
-        raise EOFError
-
-    for module in (verb, proof):
-        monkeypatch.setattr(module, "launch_on", launched)
-    with suppress(EOFError):
-        verb.prove_one(resolve(small.config()), tmp_path, steps=1)
-    with suppress(EOFError):
-        verb.prove_layouts(small.config(), 1, tmp_path, steps=1)
-    assert seen == [kept, kept]
+    assert main(["--version"]) == 0
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == kept

@@ -134,6 +134,8 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 0 done, 1 a fault or a failed proof, 2 a user's mistake, 130 interrupted, 143 terminated.
     """
+    # cuBLAS reads it at its first product, in this process and in later ranks: it decides the order of sums.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         return report(lambda: _run(argv))
     finally:

@@ -50,11 +50,6 @@ class Device:
             # Convolutions in fp32, as products are: cuDNN would round their inputs to 10 bits of mantissa.
             torch.backends.cudnn.allow_tf32 = False
 
-    def repeat_convolutions(self) -> None:
-        """Let cuDNN choose among kernels that sum in a fixed order."""
-        if self.kind == "cuda":
-            torch.backends.cudnn.deterministic = True
-
     def pin(self, address: int, size_bytes: int) -> str:
         """Pin host memory so that the GPU copies straight to it; returns why the driver refuses, empty where it does
         not.
@@ -95,6 +90,11 @@ class Device:
         """Wait until everything issued so far has run."""
         if self.kind == "cuda":
             torch.cuda.synchronize(self.torch)
+
+    def keep_order(self) -> None:
+        """What ``deterministic`` does, for the rest of the process."""
+        if self.kind == "cuda":
+            torch.use_deterministic_algorithms(True)  # noqa: FBT003 - torch's own signature
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:

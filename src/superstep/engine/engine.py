@@ -64,7 +64,8 @@ class Engine(RankState):
         self._others: dict[int, tuple[tuple[Program, ...], Program]] = {}
         if run.plan.grain is not None:
             require_exact(run.config.numerics.compute, mesh.device)
-            mesh.device.repeat_convolutions()
+            if run.decoder is None:  # a user's layers compute by torch's own kernels
+                mesh.device.keep_order()
         if mesh.device.kind == "cpu":
             keep_what_is_freed()
         super().__init__(run, specs, mesh, learns=learns)

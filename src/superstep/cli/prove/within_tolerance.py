@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from superstep.train.proof.verdict import ProofVerdict
 
 def prove_one(run: Resolved, corpus: Path, *, steps: int) -> int:
     """Prove one layout and print the verdict."""
-    _ask_for_one_order()
     with proof_case(run, corpus, steps=steps) as case:
         verdict = prove_layout(case)
     for line in verdict_lines(case, verdict):
@@ -33,7 +31,6 @@ def prove_one(run: Resolved, corpus: Path, *, steps: int) -> int:
 
 def prove_on_emulated(run: Resolved, corpus: Path, options: ProveOptions) -> int:
     """Prove one layout on emulated GPUs, with the observations there."""
-    _ask_for_one_order()
     with proof_case(run, corpus, steps=options.steps) as case:
         verdict, reports = launch_on("cuda", run.plan.mesh.world, prove_emulated, case)
     for line in (*verdict_lines(case, verdict), *write_emulated_lines(run, reports)):
@@ -49,7 +46,6 @@ def prove_layouts(config: RunConfig, world: int, corpus: Path, *, steps: int) ->
     runs = list(layouts(config, world))
     if not runs:
         raise ConfigError(f"no layout of this model and batch fits {world} ranks; raise train.batch_sequences.")
-    _ask_for_one_order()
     with tempfile.TemporaryDirectory(prefix="superstep-prove-") as folder, disk_named(Path(folder)):
         made = Cases(Path(folder), corpus, steps=steps)
         cases = [made.case(run, reruns=number % 4 == 0) for number, run in enumerate(runs)]
@@ -58,11 +54,6 @@ def prove_layouts(config: RunConfig, world: int, corpus: Path, *, steps: int) ->
     for line in sweep_lines(cases, verdicts):
         _say(line)
     return 0 if all(verdict.is_proven for verdict in verdicts) else 1
-
-
-def _ask_for_one_order() -> None:
-    """Set cuBLAS's workspace in later ranks: it decides the order of sums."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def _rank(world: World, cases: tuple[ProofCase, ...]) -> list[ProofVerdict]:

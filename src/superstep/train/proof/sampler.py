@@ -123,7 +123,8 @@ def draw_fault() -> str:
 
 def can_serve(run: Resolved) -> bool:
     """Whether a checkpoint of the run can be compared with a plain decoder, row by row."""
-    return run.decoder is not None and run.decoder.moe is None and run.config.lora is None
+    shape = run.decoder
+    return shape is not None and shape.moe is None and shape.delta is None and run.config.lora is None
 
 
 def find_served_fault(run: Resolved, checkpoint: Path, texts: Sequence[Sequence[int]]) -> str:
