@@ -36,6 +36,17 @@ def join_sinks(out_BSNH: Tensor, lse_BNS: Tensor, sinks_BSN: Tensor | None) -> t
 
 def sinks_gradient(grad_BSNH: Tensor, out_BSNH: Tensor, lse_BNS: Tensor, sinks_BSN: Tensor) -> Tensor:
     """The gradient of the sinks, [B, S, N], from the output and lse with them."""
-    delta_BSN = row_sum(grad_BSNH.float() * out_BSNH.float()).squeeze(-1)
-    share_BSN = (sinks_BSN.float() - lse_BNS.transpose(1, 2)).contiguous().exp_()
-    return (share_BSN * delta_BSN).neg_().to(sinks_BSN.dtype)
+    dsinks: Tensor = _sinks_gradient(grad_BSNH, out_BSNH, lse_BNS, sinks_BSN)
+    return dsinks
+
+
+@torch.library.custom_op("superstep::sinks_gradient", mutates_args=())
+def _sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    delta_BSN = row_sum(grad.float() * out.float()).squeeze(-1)
+    share_BSN = (sinks.float() - lse.transpose(1, 2)).contiguous().exp_()
+    return (share_BSN * delta_BSN).neg_().to(sinks.dtype)
+
+
+@_sinks_gradient.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    return torch.empty_like(sinks, memory_format=torch.contiguous_format)
