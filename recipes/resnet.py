@@ -1,7 +1,7 @@
 """ResNet (He 2016) with batch norm, and the emoji that it names, learnt from two makers' pictures, judged by a third's.
 
 `python recipes/fetch_emoji.py` writes the pictures. In training the first unit blends two makers' pictures, and turns,
-scales, moves, colours and blurs them on a random background, by noise of a place: the same on every layout.
+scales, moves and colours them on a random background, by noise of a place: the same on every layout.
 `model.layers` is the depth in table 1 of the paper; from 50 on pictures are scaled to 224 pixels, the paper's size.
 """
 
@@ -18,6 +18,7 @@ from superstep.data.samples.idx import read_idx
 from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import UnitSpec
+from superstep.numerics.loss import SmoothedCrossEntropy
 from superstep.numerics.noise import Noise
 from superstep.plan.config import RunConfig
 
@@ -41,8 +42,9 @@ def length(split: str) -> int:
 
 def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tensor]:
     """A picture and another maker's of the same emoji: pixels [2, 4, 64, 64], and its number. Superstep calls this."""
-    maker, emoji = divmod(index, pictures(split).shape[1])
-    return {"pixels": pictures(split)[[maker, maker - 1], emoji], "target": torch.tensor(emoji)}
+    makers = pictures(split)
+    maker, emoji = divmod(index, makers.shape[1])
+    return {"pixels": torch.stack((makers[maker, emoji], makers[maker - 1, emoji])), "target": torch.tensor(emoji)}
 
 
 class Distort(nn.Module):
@@ -56,23 +58,21 @@ class Distort(nn.Module):
         rgba = pairs.float() / 255
         first, second = torch.cat((rgba[:, :, :3] * rgba[:, :, 3:], rgba[:, :, 3:]), 2).unbind(1)
         if not noise.place.is_training:
-            x = first if self.size == first.shape[-1] else F.interpolate(first, (self.size, self.size), mode="bilinear")
+            x = F.interpolate(first, (self.size, self.size), mode="bilinear")  # of the same size: itself
             return (x[:, :3] + 1 - x[:, 3:]) * 2 - 1
-        draws = noise.uniform("places", first.new_empty(len(first), 16))
-        share, angle, wide, high, right, down, contrast, light, gray, soft, *ground = draws.split(1, 1)[:13]
+        draws = noise.uniform("places", first.new_empty(len(first), 11))
+        share, angle, wide, high, right, down, contrast, light, *ground = draws.split(1, 1)
         x = first + (2 * share.view(-1, 1, 1, 1) - 1).clamp(0) * (second - first)  # half of them are blends
-        turn, wide, high = (2 * angle - 1) * math.radians(25), 0.7 + 0.6 * wide, 0.7 + 0.6 * high
+        turn, wide, high = (2 * angle - 1) * math.radians(15), 0.8 + 0.4 * wide, 0.8 + 0.4 * high
         rows = (wide * turn.cos(), -high * turn.sin(), 0.4 * right - 0.2)
         rows += (wide * turn.sin(), high * turn.cos(), 0.4 * down - 0.2)
         grid = F.affine_grid(torch.cat(rows, 1).view(-1, 2, 3), [len(x), 4, self.size, self.size], align_corners=False)
         rgb, opacity = F.grid_sample(x, grid, align_corners=False).split((3, 1), 1)
-        mix = torch.eye(3, device=x.device) + 0.35 * noise.normal("colours", first.new_empty(len(first), 3, 3))
-        mix = torch.where(gray[..., None] < 0.2, mix.new_tensor((0.3, 0.59, 0.11)), mix)
-        contrast, light = (0.5 + contrast).view(-1, 1, 1, 1), (0.25 + 0.5 * light).view(-1, 1, 1, 1)
+        mix = torch.eye(3, device=x.device) + 0.15 * noise.normal("colours", first.new_empty(len(first), 3, 3))
+        contrast, light = (0.7 + 0.6 * contrast).view(-1, 1, 1, 1), (0.35 + 0.3 * light).view(-1, 1, 1, 1)
         colours = (mix @ (rgb - 0.5 * opacity).flatten(2)).view_as(rgb) * contrast + light * opacity
-        x = torch.minimum(colours.clamp(0), opacity) + (0.5 + torch.stack(ground, 1)[..., None] / 2) * (1 - opacity)
-        blurred = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), 3, 1)
-        return (x + (4 * soft.view(-1, 1, 1, 1) - 2) * (blurred - x)).clamp(0, 1) * 2 - 1
+        ground = 0.5 + torch.stack(ground, 1)[..., None] / 2
+        return (torch.minimum(colours.clamp(0), opacity) + ground * (1 - opacity)) * 2 - 1
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
@@ -117,4 +117,4 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
         strides = [min(2, stage + 1)] + [1] * (count - 1)
         blocks += [Block(width, 64 << stage, width := factor * 64 << stage, stride) for stride in strides]
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, pictures("train").shape[1]))
-    return as_units([stem, *blocks, head], takes={0: ("noise",)})
+    return as_units([stem, *blocks, head], takes={0: ("noise",)}, loss=SmoothedCrossEntropy(0.1))

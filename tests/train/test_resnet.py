@@ -15,6 +15,7 @@ from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
 from superstep.data.samples.idx import read_idx
 from superstep.data.samples.noise import noise_of
+from superstep.numerics.loss import SmoothedCrossEntropy
 from superstep.numerics.noise import EVALUATION, Noise, SamplePlace
 from superstep.plan.config import ModelConfig, RunConfig
 
@@ -65,6 +66,15 @@ def test_pictures_of_two_makers_are_distorted_by_their_place_and_the_third_maker
     torch.testing.assert_close(pixels, torch.where(rgba[3:] > 0, rgba[:3], 1.0) * 2 - 1)
 
 
+def test_smoothed_targets_have_the_loss_of_the_paper_and_an_accuracy():
+    """Section 7 of Szegedy 2016: the cross entropy with (1 - share) of a class and a share of the uniform."""
+    logits, targets = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, 2, 1])
+    log_p, kept = logits.log_softmax(-1), targets >= 0
+    right = log_p.gather(1, targets.clamp(0)[:, None])[:, 0]
+    expected = -(0.9 * right + 0.1 * log_p.mean(-1))[kept].sum()
+    torch.testing.assert_close(SmoothedCrossEntropy(0.1)(logits, targets), expected)
+
+
 @pytest.mark.long
 def test_the_recipe_learns_and_its_layout_is_proven_bit_by_bit(here, capfd):
     flags = [
@@ -79,6 +89,7 @@ def test_the_recipe_learns_and_its_layout_is_proven_bit_by_bit(here, capfd):
     ]
     assert main(["train", "recipes/resnet18.toml", *flags]) == 0
     lines = [json.loads(line) for line in Path("runs/resnet18/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line["accuracy"] >= 0 for line in lines if line["event"] == "evaluated"]
     losses = [line["loss"] for line in lines if line["event"] == "step"]
     assert losses[-1] < 0.8 * losses[0]
     assert main(["prove", "recipes/resnet18.toml", "--exact"]) == 0

@@ -217,6 +217,8 @@ def _whole_loss(logits: Tensor, aim: LossTarget) -> Tensor:
 
 
 def _user_loss(of: UnitLoss, out: Tensor, aim: LossTarget, scale: float) -> Tensor:
+    if aim.classify is not None:
+        aim.classify(out, aim.targets)
     return _scale_loss(of(out, aim.targets).float(), scale)
 
 

@@ -51,6 +51,25 @@ class VocabularyColumns:
     over_ranks: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class SmoothedCrossEntropy:
+    """A loss for the last unit of a user's model: the cross entropy of logits [..., C] and class numbers [...], with a
+    ``share`` of each target spread over all classes (label smoothing, Szegedy 2016). Validation has an accuracy.
+    """
+
+    share: float
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The sum over targets that count."""
+        return F.cross_entropy(
+            logits.flatten(0, -2).float(),
+            targets.flatten(),
+            ignore_index=IGNORE,
+            reduction="sum",
+            label_smoothing=self.share,
+        )
+
+
 def own_columns(columns: int, place: int, vocab: int) -> int:
     """How many columns of the ``place``-th equal part of a padded vocabulary are in the vocabulary."""
     return max(0, min(columns, vocab - place * columns))

@@ -139,6 +139,8 @@ def exact_user_loss(
         scale: factor of the gradients.
     """
     if of is not None:
+        if aim.classify is not None:
+            aim.classify(out, aim.targets)
         whole: Tensor = _UserLoss.apply(of(out, aim.targets), None, scale)  # type: ignore[no-untyped-call]
         return whole
     logits = apply_temperature(out, aim.temperature)

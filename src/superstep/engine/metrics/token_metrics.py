@@ -16,7 +16,7 @@ from superstep.engine.values.microbatch import Microbatch
 from superstep.errors import ConfigError, DataError
 from superstep.model.unit import UnitSpec
 from superstep.numerics.fixed_point import exact_loss_sum, require_exact_loss
-from superstep.numerics.loss import IGNORE
+from superstep.numerics.loss import IGNORE, SmoothedCrossEntropy
 from superstep.numerics.objective import CrossEntropy, LossTarget, Objective, TrainedTokens
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.parameters import has_cut_output
@@ -141,7 +141,9 @@ class TokenMetrics:
         self._maxima: dict[str, Tensor] = {}
         # A rank with a part of the classes does not know the highest logit.
         is_cut = has_cut_output(run.outline, run.plan.rules) and mesh.shape.tp > 1
-        self._has_classes = run.samples is not None and last.loss is None and not is_cut
+        self._has_classes = (
+            run.samples is not None and isinstance(last.loss, SmoothedCrossEntropy | None) and not is_cut
+        )
         self._correct = torch.zeros((), dtype=torch.float64, device=mesh.device.torch)
 
     def aim(self, microbatch: Microbatch, m: int, *, is_observed: bool = True) -> LossTarget:
