@@ -26,15 +26,15 @@ from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape, Vi
 from superstep.plan.model.shape import ModelShape
 
 MAKERS = ("google", "twitter", "facebook")
-KINDS, SIDE, MOST, ASKED = 16, 3, 3, 3
+KINDS, SIDE, MOST, ASKED = 8, 3, 3, 3
 """Kinds of emoji, cells of a side, the most emoji of one kind, and the questions on a picture."""
 CELLS, PIXELS, PATCH, MERGE = SIDE**2, 16, 8, 2
 QUESTIONS = ("what", "where", "how many")
-IMAGE, KIND, CELL, NUMBER, QUESTION, VOCAB = 1, 2, 18, 27, 30, 33
+IMAGE, KIND, CELL, NUMBER, QUESTION, VOCAB = 1, 2, 10, 19, 22, 25
 """The token of a picture, and the first of each kind of word."""
 TOKENS, PATCHES = CELLS + 2 * ASKED, CELLS * MERGE**2
 VISION = VisionShape(
-    layers=2, width=96, heads=3, ffn=384, patch=PATCH, frames=1, merge=MERGE, side=SIDE * MERGE, outputs=96
+    layers=2, width=64, heads=2, ffn=256, patch=PATCH, frames=1, merge=MERGE, side=SIDE * MERGE, outputs=64
 )
 CAPACITY = dict.fromkeys(("tokens", "positions", "target"), 16 * TOKENS)
 CAPACITY |= dict.fromkeys(("pixels", "patches"), 16 * PATCHES)
@@ -108,7 +108,7 @@ def compose(cells: list[int], kinds: list[int], noise: np.random.Generator) -> T
 
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     """The encoder and the decoder. Superstep calls this."""
-    width, layers, heads = config.model.width or 96, config.model.layers or 2, config.model.heads or 3
+    width, layers, heads = config.model.width or 64, config.model.layers or 2, config.model.heads or 2
     decoder = ModelShape(
         family="qwen3", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
         vocab=VOCAB, tied=True, qk_norm=True, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, max_tokens=TOKENS,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from picture_samples import write_pictures
 from ragged import write_ragged
 
 pytestmark = pytest.mark.strict
@@ -64,6 +65,15 @@ def test_ragged_samples_are_proven_without_races(tmp_path, name):
     done = prove(tmp_path / "run.toml", "--model.source", file, "--data.source", file, "--device", "strict")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "samples or paddings begin within a row" in done.stdout
+    assert re.search(r"races +none in \d{1,3},\d{3} kernels", done.stdout)
+
+
+@pytest.mark.parametrize("layout", [("--plan.dp", "2", "--plan.zero", "3"), ("--plan.dp", "1", "--plan.pp", "2")])
+def test_pictures_in_text_are_proven_without_races(tmp_path, layout):
+    file = write_pictures(tmp_path, deepstack=(0,))
+    layout = (*layout, *(() if "--plan.zero" in layout else ("--plan.zero", "0")))
+    done = prove(tmp_path / "run.toml", "--model.source", file, "--data.source", file, "--device", "strict", *layout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert re.search(r"races +none in \d{1,3},\d{3} kernels", done.stdout)
 
 
