@@ -12,6 +12,8 @@ from picture_samples import SAMPLES, write_pictures
 from superstep.cli.main import main
 from superstep.model.multimodal.place_rows import place_rows
 
+EXACT_TP = "--numerics.exact", "true", "--plan.tp", "2", "--plan.sequence-parallel", "false"
+
 
 @pytest.fixture(params=[(), (0, 1)], ids=["chain", "deepstack"])
 def here(request, tmp_path, monkeypatch):
@@ -68,6 +70,8 @@ def test_a_run_goes_on_with_the_same_bits(here):
         (("PLACEHOLDERS = ", "HOLDERS = "), [], "encoders at the tokens [30], and the samples' PLACEHOLDERS has []"),
         (("(PICTURE, MERGE**2)", "(PICTURE, 2)"), [], "samples have room for 24 of these tokens"),
         (("merge=MERGE, side", "merge=4, side"), [], "reads 3 rows of an encoder at the tokens 30"),
+        (("", ""), [*EXACT_TP], "exact mode has no loss over a vocabulary that tp cuts"),
+        (("", ""), [*EXACT_TP, "--plan.rules.vocab", "none"], "'model.visual.blocks.0.attn.qkv.weight' has 3 parts"),
         (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
     ],

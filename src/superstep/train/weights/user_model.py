@@ -43,6 +43,7 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
         )
     run = resolve(config, world, outline_of(specs, source))
     _check_compiled(run, specs)
+    _check_exact_cut(run, specs)
     if config.data.source is not None:
         run = replace(run, samples=open_samples(config.data.source).fields)
     require_whole_groups(specs, run, source)
@@ -68,6 +69,26 @@ def _check_compiled(run: Resolved, specs: Sequence[UnitSpec]) -> None:
             raise ConfigError(
                 f"numerics.compile = true: {run.config.model.source}: unit '{spec.name}' takes 'noise', which is not "
                 "the same in two steps; set numerics.compile to false, or let a torch.nn.Dropout module draw."
+            )
+
+
+def _check_exact_cut(run: Resolved, specs: Sequence[UnitSpec]) -> None:
+    """Check that exact mode over tp has one order for the sums of each parameter of a user's units."""
+    plan = run.plan
+    if plan.grain is None or plan.mesh.tp == 1:
+        return
+    for spec in specs:
+        for param in spec.params.values():
+            if "head_dim" in param.axes:
+                what = "has a gradient that sums over heads, which tp cuts"
+            elif param.sections and plan.rules.cut(param.axes[0]) == "tp":
+                what = f"has {len(param.sections)} parts, each of which tp cuts"
+            else:
+                continue
+            raise ConfigError(
+                f"plan.tp = {plan.mesh.tp} with numerics.exact = true and {run.config.model.label}: '{param.name}' "
+                f"{what}, and exact mode has one order of such sums in built-in decoders alone; set plan.tp to 1, or "
+                "numerics.exact to false."
             )
 
 
