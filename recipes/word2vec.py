@@ -1,12 +1,11 @@
 """word2vec (Mikolov 2013) on the definitions of recipes/fetch_gcide.py, in runs/gcide: skip-gram, negative sampling.
 
 A sample is a piece of the text. Frequent words are left out by the sample's noise; the windows and the negative words
-come from the noise of the forward. Both belong to a place in the training, so every layout draws the same. Eight
+come from the noise of the forward. Both belong to a place in the training, so every layout draws the same. Four
 words in a row share their negative words. Only the rows of the words that a step touches are reduced and updated.
 """
 
 import functools
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +20,9 @@ from superstep.numerics.noise import Noise
 from superstep.plan.config import RunConfig
 
 FOLDER = Path("runs/gcide")
-WIDTH, WINDOW, NEGATIVES, LEAST_COUNT, FREQUENT, SHARE = 100, 5, 5, 5, 1e-3, 4
-"""Of a vector; words on each side; negative words of each; counts and shares of words, as gensim's settings;
-words in a row with the same negative words."""
+WIDTH, WINDOW, NEGATIVES, FREQUENT, SHARE = 100, 5, 5, 1e-3, 4
+"""Of a vector; words on each side; negative words of each; share of the text from which on words are left out, all as
+gensim's settings; words in a row with the same negative words."""
 PIECE = 1000
 """Words of a sample, and ends of entries, which no window reaches over."""
 HELD = 2**20
@@ -33,12 +32,8 @@ HELD = 2**20
 @functools.cache
 def read_text() -> tuple[list[str], np.ndarray, np.ndarray]:
     """The words from frequent to rare, their counts, and the text by their numbers; -1 where an entry ends."""
-    lines = [line.split() for line in (FOLDER / "text.txt").read_text(encoding="utf-8").splitlines()]
-    counts = Counter(word for line in lines for word in line)
-    words = [word for word, count in counts.most_common() if count >= LEAST_COUNT]
-    numbers = {word: number for number, word in enumerate(words)}
-    text = [number for line in lines for number in (*(numbers[word] for word in line if word in numbers), -1)]
-    return words, np.array([counts[word] for word in words]), np.array(text, np.int32)
+    lines = [line.split("\t") for line in (FOLDER / "words.tsv").read_text(encoding="utf-8").splitlines()]
+    return [word for word, _ in lines], np.array([int(count) for _, count in lines]), np.load(FOLDER / "numbers.npy")
 
 
 @functools.cache

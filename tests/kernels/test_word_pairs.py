@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from superstep.kernels.rows import table_rows, word_pairs
-from superstep.kernels.rows.table_rows import add_rows, square_rows, update_rows, zero_rows
+from superstep.kernels.rows.table_rows import add_rows, put_rows, square_rows, take_rows, update_rows, zero_rows
 
 WORDS, NODES, SAMPLES, LENGTH, OUTPUTS = 40, 30, 3, 70, 6
 
@@ -87,6 +87,9 @@ def test_rows_are_added_squared_updated_and_set_to_zero():
     alone = table.clone()
     update_rows(alone, rows[1:2], grads, lr=0.5, scale=1.5, most_norm=most)
     assert torch.equal(alone[7], updated[7])
+    assert torch.equal(take_rows(updated, rows), updated[rows])
+    put_rows(alone, rows, updated[rows])
+    assert torch.equal(alone, updated)
     zero_rows(updated, rows)
     assert not updated[rows].any()
     assert updated[1].any()

@@ -17,7 +17,7 @@ from torch import Tensor
 from superstep.comm.collectives import DONE, FollowedCollective, PendingCollective, all_reduce, reduce_scatter, unite
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import BufferLayout, Slot
-from superstep.kernels.rows.table_rows import add_rows, zero_rows
+from superstep.kernels.rows.table_rows import add_rows, put_rows, take_rows, zero_rows
 from superstep.numerics.fixed_point import Grid
 
 
@@ -106,8 +106,8 @@ def reduce_rows(
     if not len(rows):
         return DONE
     if tag is None:
-        packed = whole.index_select(0, rows)
-        return FollowedCollective(all_reduce(packed, group), lambda: whole.index_copy_(0, rows, packed))
+        packed = take_rows(whole, rows)
+        return FollowedCollective(all_reduce(packed, group), lambda: put_rows(whole, rows, packed))
     return _reduce_to_owners(whole, rows, group, tag)
 
 
@@ -125,5 +125,5 @@ def _reduce_to_owners(whole: Tensor, rows: Tensor, group: Group, tag: int) -> Pe
     mine, start = rows[owners == me], me * most
     return FollowedCollective(
         reduce_scatter(packed.view(-1), group, tag=tag),
-        lambda: whole.index_copy_(0, mine, packed[start : start + len(mine)]),
+        lambda: put_rows(whole, mine, packed[start : start + len(mine)]),
     )

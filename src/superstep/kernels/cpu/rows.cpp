@@ -34,6 +34,14 @@ void superstep_update_rows(float* table, const int64_t* rows, int64_t count, int
   update_rows(table, grads, {rows, count, width}, lr, scale, most);
 }
 
+void superstep_take_rows(const float* table, const int64_t* rows, int64_t count, int64_t width, float* packed) {
+  take_rows(table, {rows, count, width}, packed);
+}
+
+void superstep_put_rows(float* table, const int64_t* rows, int64_t count, int64_t width, const float* packed) {
+  put_rows(table, {rows, count, width}, packed);
+}
+
 void superstep_zero_rows(float* table, const int64_t* rows, int64_t count, int64_t width) {
   zero_rows(table, {rows, count, width});
 }

@@ -10,8 +10,15 @@
 namespace superstep {
 
 struct Rows {
+  static constexpr int64_t kAhead = 8;
   const int64_t* chosen;
   int64_t count, width;
+
+  // The row that is `kAhead` behind row i.
+  void prefetch(const float* table, int64_t i) const {
+    if (i + kAhead < count)
+      for (int64_t j = 0; j < width; j += kLanes) __builtin_prefetch(table + chosen[i + kAhead] * width + j, 1);
+  }
 
   template <class Each>
   void each(Each work) const {
@@ -21,8 +28,7 @@ struct Rows {
 
 inline void add_rows(float* table, const Rows& rows, const float* values, int64_t stride) {
   rows.each([&](int64_t i, int64_t at) {
-    if (i + 8 < rows.count)
-      for (int64_t j = 0; j < rows.width; j += kLanes) __builtin_prefetch(table + rows.chosen[i + 8] * rows.width + j, 1);
+    rows.prefetch(table, i);
     for (int64_t j = 0; j < rows.width; ++j) table[at + j] += values[i * stride + j];
   });
 }
@@ -52,11 +58,25 @@ inline double square_rows(const float* table, const Rows& rows) {
 // w = w - lr min(1, most / |g / scale|) g / scale
 inline void update_rows(float* table, const float* grads, const Rows& rows, float lr, float scale, float most) {
   rows.each([&](int64_t i, int64_t at) {
-    if (i + 8 < rows.count)
-      for (int64_t j = 0; j < rows.width; j += kLanes) __builtin_prefetch(table + rows.chosen[i + 8] * rows.width + j, 1);
+    rows.prefetch(table, i);
     const float norm = std::sqrt(square_of(grads + at, rows.width)) / scale;
     const float by = norm > most ? lr * (most / norm) / scale : lr / scale;
     for (int64_t j = 0; j < rows.width; ++j) table[at + j] -= by * grads[at + j];
+  });
+}
+
+// Chosen rows of a table next to each other in `packed`, and back.
+inline void take_rows(const float* table, const Rows& rows, float* packed) {
+  rows.each([&](int64_t i, int64_t at) {
+    rows.prefetch(table, i);
+    std::copy_n(table + at, rows.width, packed + i * rows.width);
+  });
+}
+
+inline void put_rows(float* table, const Rows& rows, const float* packed) {
+  rows.each([&](int64_t i, int64_t at) {
+    rows.prefetch(table, i);
+    std::copy_n(packed + i * rows.width, rows.width, table + at);
   });
 }
 

@@ -1,4 +1,4 @@
-"""Chosen rows of a table: added to, squared, updated, set to zero; by C++ on a CPU, else by torch.
+"""Chosen rows of a table: taken, put back, added to, squared, updated, set to zero; by C++ on a CPU, else by torch.
 
 U  chosen rows    N  rows of a table    W  its width
 """
@@ -64,6 +64,23 @@ def add_rows(table_NW: Tensor, rows_U: Tensor, values_UW: Tensor) -> None:
         table_NW.index_put_((rows_U,), values_UW, accumulate=True)
     else:
         table_NW.index_add_(0, rows_U, values_UW)
+
+
+def take_rows(table_NW: Tensor, rows_U: Tensor) -> Tensor:
+    """``table[rows]``, [U, W]."""
+    if not _takes(table_NW):
+        return table_NW.index_select(0, rows_U)
+    packed = table_NW.new_empty(len(rows_U), table_NW.shape[1])
+    run("take_rows", table_NW, rows_U, *packed.shape, packed)
+    return packed
+
+
+def put_rows(table_NW: Tensor, rows_U: Tensor, packed_UW: Tensor) -> None:
+    """``table[rows] = packed``."""
+    if _takes(table_NW, packed_UW):
+        run("put_rows", table_NW, rows_U, *packed_UW.shape, packed_UW)
+    else:
+        table_NW.index_copy_(0, rows_U, packed_UW)
 
 
 def zero_rows(table_NW: Tensor, rows_U: Tensor) -> None:
