@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from longer import many_ranks
+from sparse_tables import BATCH, ITEMS, USERS, batches, config_of, recommender, run_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.comm.objects import gather
-from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.flat import touched_rows
 from superstep.engine.values.microbatch import example_of, microbatches_of, rows
@@ -25,7 +25,6 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
-from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.program.check import check
 from superstep.program.compile import compile_step
@@ -33,8 +32,6 @@ from superstep.program.instructions import Reduce
 from superstep.program.issue_order import InvalidProgram
 from superstep.program.text import describe, read_program, write_program
 from superstep.train.proof.prove_tolerance import prove, write_reference
-
-USERS, ITEMS, BATCH = 300, 70, 8
 
 
 class Halves(nn.Module):
@@ -46,48 +43,6 @@ class Halves(nn.Module):
 
     def forward(self, bought: Tensor) -> Tensor:
         return self.users(bought[:, 0]) * 9 + self.items(bought[:, 1:]).mean(1)
-
-
-class Lookup(nn.Module):
-    """A user and three things that they bought: tables of two widths, and a dense layer in the same unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users = nn.Embedding(USERS, 12, sparse=True)
-        self.items = nn.Embedding(ITEMS, 8, sparse=True)
-        self.mix = nn.Linear(20, 10)
-
-    def forward(self, bought: Tensor) -> Tensor:
-        x = torch.cat((self.users(bought[:, 0]), self.items(bought[:, 1:]).mean(1)), 1)
-        return torch.tanh(self.mix(x))
-
-
-def recommender():
-    torch.manual_seed(3)
-    return as_units([Lookup(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 4)])
-
-
-def batches():
-    generator = torch.Generator().manual_seed(5)
-
-    def batch():
-        bought = torch.randint(ITEMS, (BATCH, 4), generator=generator)
-        return Batch({"bought": bought}, torch.randint(4, (BATCH,), generator=generator), BATCH, reads="bought")
-
-    return batch(), batch()
-
-
-def config_of(*, exact=False, train=None, **plan):
-    settings = {"batch_sequences": BATCH, "warmup_steps": 1, "steps": 10, "lr": 0.5, "optimizer": "sgd"}
-    return RunConfig(
-        train=TrainConfig(**{**settings, "weight_decay": 0.0, **(train or {})}),
-        plan=PlanConfig(**plan),
-        numerics=NumericsConfig(compute="fp32", exact=exact),
-    )
-
-
-def run_of(**settings):
-    return resolve(config_of(**settings), outline=outline_of(recommender(), "the recommender"))
 
 
 LAYOUTS = {

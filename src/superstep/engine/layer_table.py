@@ -33,13 +33,20 @@ from superstep.engine.exact.modules import exact_layers
 from superstep.engine.exact.user_layers import exact_user_layers
 from superstep.engine.flat.touched_rows import RowSink
 from superstep.engine.layers.fused import LANGUAGES, LayerKernels, list_fused_layers
-from superstep.engine.layers.grad_accumulation import GradientSums, accumulating_after, accumulating_straight, hands_to
+from superstep.engine.layers.grad_accumulation import (
+    GradientSums,
+    accumulating_after,
+    accumulating_straight,
+    hands_to,
+    sparse_embedding,
+)
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
 from superstep.engine.parallel.expert import splitting_tokens
 from superstep.engine.parallel.tensor import EXACT_OVER_TP, OVER_TP, splitting
 from superstep.model.by_place.batch_norm import BatchNorm, normalise_by_place
 from superstep.model.by_place.dropout import drop_by_place, is_dropout
+from superstep.model.custom.is_plain import is_plain_sparse_embedding
 from superstep.model.decoder import Head
 from superstep.model.moe import MixtureOfExperts
 from superstep.model.unit import UnitSpec
@@ -87,7 +94,7 @@ def install_layers(module: nn.Module, spec: UnitSpec, context: LayerContext) -> 
 
 
 def _computing(module: nn.Module, spec: UnitSpec, context: LayerContext) -> tuple[Implementation, ...]:
-    dropping = dropping_by_place(context.noise) + adding_rows(context.rows)
+    dropping = dropping_by_place(context.noise) + adding_rows(context.rows, context.sums)
     if context.exact is not None and context.is_users:  # its loss takes logits
         return dropping + exact_user_layers(spec, context.exact)
     first = keep_for_loss(module, spec, "torch" if context.exact is not None else context.kernels) + dropping
@@ -143,14 +150,14 @@ def dropping_by_place(noise: CurrentNoise) -> tuple[Implementation, ...]:
     )
 
 
-def adding_rows(sinks: RowSinks) -> tuple[Implementation, ...]:
+def adding_rows(sinks: RowSinks, sums: GradientSums) -> tuple[Implementation, ...]:
     """Embeddings with ``sparse=True``: rows of their gradient are added to the buffer, and marked."""
 
     def build(path: str, layer: nn.Embedding, inner: Forward) -> Forward:
         table = layer.get_parameter("weight")
         if not table._post_accumulate_grad_hooks:  # a table that units share has one hook
             table.register_post_accumulate_grad_hook(hands_to(sinks[table].add))
-        return inner
+        return sparse_embedding(layer, sinks[table].add_rows, sums) if is_plain_sparse_embedding(layer) else inner
 
     return (
         Implementation(

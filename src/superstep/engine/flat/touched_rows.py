@@ -84,7 +84,10 @@ class RowSink:
                 f"{self.name} is a table with a sparse gradient, and its rows are used otherwise than by lookup: their "
                 "gradient is dense; make the table without sparse=True."
             )
-        rows, values = grad._indices()[0], grad._values()
+        self.add_rows(grad._indices()[0], grad._values())
+
+    def add_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Add gradients of rows, [U, D], by their numbers; a row may come several times."""
         self.marks[rows] = 1
         add_rows(self.into, rows, values.float() if self.grid is None else self.grid.put_(values.clone()))
 

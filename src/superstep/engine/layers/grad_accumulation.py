@@ -33,6 +33,9 @@ Sum = Callable[[], object]
 Adder = Callable[[Tensor], object]
 """Adds its argument to a gradient buffer."""
 
+RowAdder = Callable[[Tensor, Tensor], object]
+"""Adds rows to a gradient buffer: their numbers, [U], and their gradients, [U, D]."""
+
 
 class GradientSums:
     """Additions of a rank's layers: done at once, or deferred within ``put_off``."""
@@ -125,6 +128,32 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
+class _SparseEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, add: RowAdder, sums: GradientSums) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(tokens)
+        ctx.add, ctx.sums = add, sums
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # noqa: ANN401
+        (tokens,) = ctx.saved_tensors
+        ctx.sums.do(partial(ctx.add, tokens.flatten(), grad.flatten(0, -2)))
+        return None, None, None, None
+
+
+def sparse_embedding(layer: nn.Embedding, add: RowAdder, sums: GradientSums) -> Forward:
+    """The forward of an embedding whose gradient is handed over as rows, without a tensor of the table's shape."""
+
+    def forward(tokens: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return F.embedding(tokens, layer.weight)
+        out: Tensor = _SparseEmbedding.apply(tokens, layer.weight, add, sums)  # type: ignore[no-untyped-call]
+        return out
+
+    return forward
+
+
 def _add_rows(into: Tensor, tokens: Tensor, grad: Tensor) -> None:
     rows = grad.to(into.dtype)
     # index_put sorts on a GPU, so that its sum has one order; index_add would use atomics there.
@@ -160,7 +189,8 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
     """A hook that passes a parameter's complete gradient to ``add``, and keeps none."""
 
     def hand_over(param: Tensor) -> None:
-        assert param.grad is not None
+        if param.grad is None:  # the layer has added it itself
+            return
         add(param.grad)
         param.grad = None
 

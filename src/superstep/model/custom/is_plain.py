@@ -12,13 +12,21 @@ def is_plain_linear(layer: nn.Module) -> bool:
 
 def is_plain_embedding(layer: nn.Module) -> bool:
     """Whether a layer only looks up rows of its table, and each row's gradient is the plain sum over its lookups."""
+    return _is_plain_lookup(layer) and not layer.sparse
+
+
+def is_plain_sparse_embedding(layer: nn.Module) -> bool:
+    """The same of a table with a sparse gradient."""
+    return _is_plain_lookup(layer) and bool(layer.sparse)
+
+
+def _is_plain_lookup(layer: nn.Module) -> bool:
     return (
         type(layer) is nn.Embedding
         and _is_untouched(layer)
         and layer.padding_idx is None
         and layer.max_norm is None
         and not layer.scale_grad_by_freq
-        and not layer.sparse
     )
 
 
