@@ -131,10 +131,9 @@ def cut_quarters(pixels: Tensor) -> Tensor:
 def train_judge(scenes: ModuleType, device: str, steps: int, count: int) -> nn.Module:
     """A classifier of quarters, on scenes that nobody else sees."""
     torch.manual_seed(0)
-    first = 10**6
-    seen = [scenes.scene("train", first + number) for number in range(count)]
-    pixels = torch.stack([scenes.to_pixels(scenes.draw_scene(of, first + n)) for n, of in enumerate(seen)]).to(device)
-    classes = torch.tensor([list_classes(of, scenes) for of in seen], device=device)
+    numbers = range(10**6, 10**6 + count)
+    pixels = scenes.to_pixels(torch.stack([scenes.picture("train", number) for number in numbers])).to(device)
+    classes = torch.tensor([list_classes(scenes.scene("train", n), scenes) for n in numbers], device=device)
     judge = nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
         *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(1024, 128), nn.ReLU()),
@@ -197,7 +196,7 @@ def recaption(options: argparse.Namespace, recipes: Recipes) -> tuple[dict[str, 
     more = [] if options.captioner_steps is None else ["--train.steps", str(options.captioner_steps)]
     run = train("captioner", options.folder / "captioner", 0, [*options.flags, *more])
     model = load(run).to(options.device)
-    pixels = scenes.to_pixels(scenes.pictures("train", count))
+    pixels = scenes.to_pixels(torch.stack([scenes.picture("train", number) for number in range(count)]))
     written = {
         name: write_captions(model, pixels, number, recipes, options.device)
         for number, name in enumerate(recipes.captioner.STYLES)
@@ -256,7 +255,7 @@ def main() -> None:
     judge = train_judge(flow.scenes, options.device, options.judge_steps, 4000)
     asked = [flow.scenes.scene("validation", number) for number in range(options.asked)]
     classes = torch.tensor([list_classes(of, flow.scenes) for of in asked], device=options.device)
-    shown = torch.stack([flow.scenes.draw_scene(of, number) for number, of in enumerate(asked)])
+    shown = torch.stack([flow.scenes.picture("validation", number) for number in range(options.asked)])
     real = flow.scenes.to_pixels(shown).to(options.device)
     captions = [flow.scenes.full_caption(of) for of in asked]
     drawn = {

@@ -58,7 +58,7 @@ def size(split: str, index: int) -> dict[str, int]:
 def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tensor]:
     """A picture and its caption. Superstep calls this."""
     scene, style = divmod(index, len(STYLES))
-    picture = scenes.to_pixels(scenes.pictures(split, SCENES[split])[scene])
+    picture = scenes.to_pixels(scenes.picture(split, scene))
     if split == "train":
         picture = picture + 0.05 * torch.from_numpy(noise.standard_normal(picture.shape, np.float32))
     words = torch.tensor(caption(split, index))

@@ -92,9 +92,9 @@ def draw_scene(of: Scene, seed: int) -> Tensor:
 
 
 @functools.cache
-def pictures(split: str, scenes: int) -> Tensor:
-    """The pictures of the first scenes of a split, uint8 [scenes, 3, 32, 32]."""
-    return torch.stack([draw_scene(scene(split, number), number) for number in range(scenes)])
+def picture(split: str, number: int) -> Tensor:
+    """The picture of a scene, uint8 [3, 32, 32]."""
+    return draw_scene(scene(split, number), number)
 
 
 def to_pixels(picture: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 The model sees a picture mixed with noise, (1 - t) · pixels + t · noise, and the words of its caption, all in one
 sequence. It predicts noise - pixels, the direction in which the mixture moves as t grows. Noise and t belong to the
 seed, the step and the sample, so that every layout draws the same. The pictures are those of recipes/drawn_scenes.py.
-
-    B  samples    L  words    P  patches    S  L + P    D  width
+B samples, L words, P patches, S = L + P, D width.
 """
 
 import math
@@ -42,7 +41,7 @@ def length(split: str) -> int:
 def sample(split: str, index: int, noise: np.random.Generator, caption: str = "") -> dict[str, Tensor]:
     """A picture, its full caption or another, and the picture again as the target. Superstep calls this."""
     words = fill_caption(caption or scenes.full_caption(scenes.scene(split, index)))
-    pixels = scenes.to_pixels(scenes.pictures(split, SCENES[split])[index])
+    pixels = scenes.to_pixels(scenes.picture(split, index))
     return {"pixels": pixels, "words": words, "target": pixels}
 
 
@@ -115,7 +114,7 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     )  # fmt: skip
     return as_units(
         [Mix(), Read(width), *(See(shape, Rope(shape)) for _ in range(layers)), Predict(width)],
-        inputs={1: [0, "words"], layers + 2: [layers + 1, 0]},
+        inputs={0: ["pixels"], 1: [0, "words"], layers + 2: [layers + 1, 0]},
         takes={0: ["noise"]},
         loss=lambda output, targets: (output.float() + targets).square().sum(),
     )
