@@ -1,6 +1,6 @@
 """Better captions for a model of pictures (DALL-E 3, Betker 2023): what is asked for and drawn, by the training's text.
 
-    python -m bench.recaption [--seeds 1] [--jobs 2] [--out bench/results/recaption.json] [-- --plan.device cuda]
+    python -m bench.recaption [--seeds 3] [--jobs 7 --device cuda --compute bf16] [--out bench/results/recaption.json]
 
 1. recipes/captioner.toml learns full and short captions from 2,000 pictures, and writes both for all 8,000.
 2. recipes/flow.toml is trained on these pictures with each kind of text: alt texts alone, of which half are short and
@@ -18,23 +18,25 @@ import argparse
 import json
 import math
 import struct
-import subprocess
-import sys
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.gan import load
 from bench.machine import write_result
+from bench.trained_here import train_here
+from superstep.launch.ranks import World, launch_apart
 from superstep.model.unit import UnitGraph
+from superstep.plan.config_io import read_config
 from superstep.plan.user_file import run_file
 
 RECIPES = Path("recipes")
@@ -46,8 +48,8 @@ KINDS = {
     "full 95%": ("full", 0.95),
 }
 """The caption of each kind, and its share; the rest are alt texts."""
-STEPS, ROWS = 24, 10
-"""Steps of drawing, and rows of the grid."""
+STEPS, ROWS, CAPTIONER_SHARE = 24, 10, 0.2
+"""Steps of drawing, rows of the grid, and the captioner's share of the time."""
 SAMPLES = '''"""The samples of recipes/flow.py with other captions."""
 
 import json
@@ -77,14 +79,28 @@ class Recipes:
     flow: ModuleType
 
 
-def train(recipe: str, run: Path, seed: int, flags: Sequence[str], data: Path | None = None) -> Path:
-    """Train a recipe; returns the run's folder."""
-    settings = {"state.dir": run, "train.seed": seed, "state.existing": "new"} | ({"data.source": data} if data else {})
-    given = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "superstep", "train", str(RECIPES / f"{recipe}.toml"), *given, *flags]
-    with run.with_suffix(".log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return run
+def read_recipes() -> Recipes:
+    """The recipes of this folder."""
+    flow = run_file(RECIPES / "flow.py", "flow")
+    return Recipes(flow.scenes, run_file(RECIPES / "captioner.py", "captioner"), flow)
+
+
+def train(
+    world: World, recipe: str, options: argparse.Namespace, *, seed: int, share: float, data: Path | None = None
+) -> UnitGraph:
+    """Train a recipe on this rank, for a share of the time that is left."""
+    config = read_config(RECIPES / f"{recipe}.toml")
+    settings = {"seed": seed} if options.steps is None else {"seed": seed, "steps": options.steps}
+    config = replace(
+        config,
+        data=replace(config.data, source=str(data or config.data.source)),
+        train=replace(config.train, **settings),
+        numerics=replace(config.numerics, compute=options.compute),
+    )
+    seconds = None if options.until is None else share * (options.until - time.time())
+    trained = train_here(world, config, seconds=seconds)
+    print(f"{data or recipe}: {trained.steps} steps, loss {trained.validations[-1]:.4f}", flush=True)
+    return trained.model
 
 
 @torch.no_grad()
@@ -190,90 +206,105 @@ def write_png(path: Path, picture: Tensor) -> None:
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
 
 
-def recaption(options: argparse.Namespace, recipes: Recipes) -> tuple[dict[str, list[str]], dict[str, float]]:
-    """Both captions and the alt text of each picture, and the share of captions without a wrong word."""
-    scenes, count = recipes.scenes, recipes.flow.SCENES["train"]
-    more = [] if options.captioner_steps is None else ["--train.steps", str(options.captioner_steps)]
-    run = train("captioner", options.folder / "captioner", 0, [*options.flags, *more])
-    model = load(run).to(options.device)
+def leave(path: Path, value: object) -> None:
+    """Write a file that another rank waits for: it is whole, or not there."""
+    part = path.with_suffix(".part")
+    torch.save(value, part)
+    part.rename(path)
+
+
+def wait_for(path: Path) -> Any:
+    """What another rank leaves."""
+    while not path.exists():
+        time.sleep(0.2)
+    return torch.load(path)
+
+
+def recaption(world: World, options: argparse.Namespace) -> dict[str, float]:
+    """Write both captions and the alt text of each picture into a file; returns the share without a wrong word."""
+    recipes = read_recipes()
+    scenes, count, device = recipes.scenes, recipes.flow.SCENES["train"], str(world.device.torch)
+    model = train(world, "captioner", options, seed=0, share=CAPTIONER_SHARE)
     pixels = scenes.to_pixels(torch.stack([scenes.picture("train", number) for number in range(count)]))
-    written = {
-        name: write_captions(model, pixels, number, recipes, options.device)
-        for number, name in enumerate(recipes.captioner.STYLES)
-    }
-    learned = recipes.captioner.SCENES["train"]
+    styles, learned = recipes.captioner.STYLES, min(recipes.captioner.SCENES["train"], count // 2)
+    texts = {name: write_captions(model, pixels, n, recipes, device) for n, name in enumerate(styles)}
     right = {
-        name: sum(text == make(scenes.scene("train", n)) for n, text in enumerate(written[name]) if n >= learned)
-        for name, make in recipes.captioner.STYLES.items()
+        name: sum(texts[name][n] == make(scenes.scene("train", n)) for n in range(learned, count)) / (count - learned)
+        for name, make in styles.items()
     }
-    alt = [scenes.alt_text("train", number, count) for number in range(count)]
-    return written | {"alt": alt}, {name: each / (count - learned) for name, each in right.items()}
+    texts["alt"] = [scenes.alt_text("train", number, count) for number in range(count)]
+    leave(options.folder / "texts", texts)
+    print("captions without a wrong word:", right, flush=True)
+    return right
 
 
-def train_flow(
-    options: argparse.Namespace, texts: dict[str, list[str]], case: tuple[str, int]
-) -> tuple[tuple[str, int], UnitGraph]:
-    """A flow transformer that is trained on one kind of text."""
-    (kind, seed), name = case, f"{case[0].replace(' ', '-').rstrip('%')}-{case[1]}"
+def draw_kind(world: World, options: argparse.Namespace, kind: str) -> None:
+    """Train on one kind of text, and leave what the models of all seeds draw: uint8 [B, 3, 32, 32] each."""
+    recipes, texts = read_recipes(), wait_for(options.folder / "texts")
     caption, share = KINDS[kind]
-    data = options.folder / f"{name}.py"
+    data = options.folder / f"{kind.replace(' ', '_').rstrip('%')}.py"
     data.write_text(SAMPLES.format(share=share), encoding="utf-8")
     data.with_suffix(".json").write_text(json.dumps([texts[caption], texts["alt"]]), encoding="utf-8")
-    more = [] if options.steps is None else ["--train.steps", str(options.steps)]
-    return case, load(train("flow", options.folder / name, seed, [*options.flags, *more], data))
+    captions = [recipes.scenes.full_caption(recipes.scenes.scene("validation", n)) for n in range(options.asked)]
+    drawn = []
+    for seed in range(options.seeds):
+        model = train(world, "flow", options, seed=seed, share=1 / (options.seeds - seed), data=data)
+        pixels = draw(model, captions, recipes.flow, str(world.device.torch), STEPS)
+        drawn.append(((pixels + 1) * 127.5).round().to(torch.uint8).cpu())
+    leave(options.folder / kind, drawn)
 
 
 def draw_grid(columns: Sequence[Tensor]) -> Tensor:
-    """Columns of pictures, one below another, uint8 [3, H, W] with twice their size."""
-    framed = [F.pad(column.cpu(), (1, 1, 1, 1), value=1.0) for column in columns]
-    rows = torch.cat([column.permute(1, 0, 2, 3).flatten(1, 2) for column in framed], 2)
-    return ((rows + 1) * 127.5).round().to(torch.uint8).repeat_interleave(2, 1).repeat_interleave(2, 2)
+    """Columns of pictures, uint8 [B, 3, 32, 32], one below another: uint8 [3, H, W] with twice their size."""
+    framed = [F.pad(column, (1, 1, 1, 1), value=255) for column in columns]
+    grid = torch.cat([column.permute(1, 0, 2, 3).flatten(1, 2) for column in framed], 2)
+    return grid.repeat_interleave(2, 1).repeat_interleave(2, 2)
+
+
+def judge_drawn(world: World, options: argparse.Namespace) -> dict[str, object]:
+    """The score of each kind, and of the pictures that were asked for."""
+    scenes, device = read_recipes().scenes, str(world.device.torch)
+    judge = train_judge(scenes, device, options.judge_steps, 4000)
+    classes = torch.tensor([list_classes(scenes.scene("validation", n), scenes) for n in range(options.asked)])
+    asked = torch.stack([scenes.picture("validation", number) for number in range(options.asked)])
+    drawn = {kind: wait_for(options.folder / kind) for kind in options.kinds}
+    rows: dict[str, object] = {}
+    for kind, pictures in (drawn | {"pictures asked for": [asked]}).items():
+        scores = [score(judge, scenes.to_pixels(each).to(device), classes.to(device)) for each in pictures]
+        rows[kind] = interval(torch.cat(scores)) | {"seeds": [round(float(each.mean()), 4) for each in scores]}
+        print(kind, rows[kind], flush=True)
+    write_png(options.out.with_suffix(".png"), draw_grid([*(each[0][:ROWS] for each in drawn.values()), asked[:ROWS]]))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="runs that train at once")
-    parser.add_argument("--folder", type=Path, default=Path("runs/recaption"))
-    parser.add_argument("--device", default="cpu", help="where pictures are drawn and captions are written")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="ranks at once: the captioner, a rank for each kind of text, and the classifier",
+    )
+    parser.add_argument("--folder", type=Path, default=Path("runs/recaption"), help="for texts and samples; made anew")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
-    parser.add_argument("--steps", type=int, default=None, help="of each flow transformer; the recipe's by default")
-    parser.add_argument("--captioner-steps", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=None, help="of each run; the recipe's by default")
+    parser.add_argument("--until", type=float, default=None, help="the second (Unix time) at which training ends")
+    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--judge-steps", type=int, default=1500)
     parser.add_argument("--asked", type=int, default=512, help="held-out captions that each model draws")
     parser.add_argument("--out", type=Path, default=Path("bench/results/recaption.json"))
-    parser.add_argument("flags", nargs="*", help="flags of superstep train, behind --")
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    flow = run_file(RECIPES / "flow.py", "flow")
-    recipes = Recipes(flow.scenes, run_file(RECIPES / "captioner.py", "captioner"), flow)
-    texts, right = recaption(options, recipes)
-    print("captions without a wrong word:", right, flush=True)
-    cases = [(kind, seed) for seed in range(options.seeds) for kind in options.kinds]
+    options.folder.mkdir(parents=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        models = dict(pool.map(partial(train_flow, options, texts), cases))
-    judge = train_judge(flow.scenes, options.device, options.judge_steps, 4000)
-    asked = [flow.scenes.scene("validation", number) for number in range(options.asked)]
-    classes = torch.tensor([list_classes(of, flow.scenes) for of in asked], device=options.device)
-    shown = torch.stack([flow.scenes.picture("validation", number) for number in range(options.asked)])
-    real = flow.scenes.to_pixels(shown).to(options.device)
-    captions = [flow.scenes.full_caption(of) for of in asked]
-    drawn = {
-        case: draw(model.to(options.device), captions, flow, options.device, STEPS) for case, model in models.items()
-    }
-    scores = {
-        kind: [score(judge, drawn[kind, seed], classes) for seed in range(options.seeds)] for kind in options.kinds
-    }
-    rows = {
-        kind: interval(torch.cat(each)) | {"seeds": [round(float(one.mean()), 4) for one in each]}
-        for kind, each in scores.items()
-    }
-    rows["pictures asked for"] = interval(score(judge, real, classes))
-    for kind, row in rows.items():
-        print(kind, row)
-    write_result(options.out, captions_right=right, asked=options.asked, kinds=rows)
-    grid = [drawn[kind, 0][:ROWS] for kind in options.kinds]
-    write_png(options.out.with_suffix(".png"), draw_grid([*grid, real[:ROWS]]))
+        start = partial(pool.submit, launch_apart, options.device, 1)
+        right = start(recaption, options)
+        parts = [start(draw_kind, options, kind) for kind in options.kinds]
+        rows = start(judge_drawn, options)
+        for part in (right, *parts):
+            part.result()
+        write_result(options.out, captions_right=right.result(), asked=options.asked, kinds=rows.result())
 
 
 if __name__ == "__main__":

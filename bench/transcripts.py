@@ -1,7 +1,7 @@
 """What sound is worth to a transcript: a recipe trained with its sounds and without, and the letters it gets wrong.
 
     python recipes/fetch_prompts.py . runs/prompts
-    python -m bench.transcripts [--seeds 3] [--jobs 2] [--out bench/results/transcripts.json] [-- --plan.device cuda]
+    python -m bench.transcripts [--seeds 0 1 2] [--device cuda --compute bf16] [--out bench/results/transcripts.json]
 
 Both sides are the same model on the same samples; without sound all frames are 0. Losses are in nats for each letter of
 held-out prompts with words that no training prompt has: the lowest of each run's validations. The trained model writes
@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -26,9 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gan import load
 from bench.machine import write_result
+from bench.trained_here import train_here
+from superstep.launch.ranks import World, launch_on
 from superstep.model.unit import UnitGraph
+from superstep.plan.config_io import read_config
 from superstep.plan.user_file import run_file
 
 RECIPE = Path("recipes/audio_transcripts.toml")
@@ -46,26 +47,7 @@ def sample(split, index, noise):
     fields = heard.sample(split, index, noise)
     return fields | {{"mel": 0 * fields["mel"]}}
 '''
-FASTEST, RESAMPLES = 25, 2000
-
-
-def train(folder: Path, flags: Sequence[str], case: tuple[int, bool]) -> Path:
-    """Train one seed, with or without sound; returns the run's folder."""
-    seed, has_sound = case
-    run = folder / f"{'sound' if has_sound else 'silent'}-{seed}"
-    data = RECIPE.with_suffix(".py") if has_sound else folder / "silent.py"
-    settings = {"data.source": data, "train.seed": seed, "state.dir": run, "state.existing": "new"}
-    command = [sys.executable, "-m", "superstep", "train", str(RECIPE)]
-    with (folder / f"{run.name}.log").open("w", encoding="utf-8") as log:
-        given = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-        subprocess.run([*command, *given, *flags], stdout=log, stderr=subprocess.STDOUT, check=True)
-    return run
-
-
-def read_losses(run: Path) -> list[float]:
-    """The loss of each validation of a run."""
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [line["loss"] for line in map(json.loads, lines) if line["event"] == "evaluated"]
+FASTEST, RESAMPLES, VALIDATIONS = 25, 2000, 12
 
 
 @torch.no_grad()
@@ -113,34 +95,48 @@ def error_rate(pairs: Sequence[tuple[str, str]]) -> dict[str, float | list[float
     return {"error_rate": round(float(edits / letters), 4), "interval": [round(float(low), 4), round(float(high), 4)]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="runs that train at once")
-    parser.add_argument("--folder", type=Path, default=Path("runs/transcripts"))
-    parser.add_argument("--device", default="cpu", help="where the trained model writes prompts down")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/transcripts.json"))
-    parser.add_argument("flags", nargs="*", help="flags of superstep train, behind --")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    path = RECIPE.with_suffix(".py")
-    (options.folder / "silent.py").write_text(SILENT.format(recipe=path), encoding="utf-8")
-    cases = [(seed, has_sound) for seed in range(options.seeds) for has_sound in (True, False)]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        runs = dict(zip(cases, pool.map(partial(train, options.folder, options.flags), cases), strict=True))
-    recipe, rows = run_file(path, "audio_transcripts"), []
-    for seed in range(options.seeds):
-        losses = {name: read_losses(runs[seed, has_sound]) for name, has_sound in (("sound", True), ("silent", False))}
-        best = {name: min(each) for name, each in losses.items()}
-        model = load(runs[seed, True]).to(options.device).eval()
-        pairs = list(write_down(model, recipe, options.device))
+def compare(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Both sides of each seed, one after another."""
+    recipe, rows = run_file(RECIPE.with_suffix(".py"), "audio_transcripts"), []
+    for number, seed in enumerate(options.seeds):
+        config, trained = read_config(RECIPE), {}
+        for place, (name, data) in enumerate({"sound": RECIPE.with_suffix(".py"), "silent": options.silent}.items()):
+            one = replace(
+                config,
+                data=replace(config.data, source=str(data)),
+                train=replace(config.train, seed=seed, steps=options.steps or config.train.steps),
+                numerics=replace(config.numerics, compute=options.compute),
+            )
+            # Sides that are left share the time that is left.
+            left = 2 * (len(options.seeds) - number) - place
+            seconds = None if options.until is None else (options.until - time.time()) / left
+            trained[name] = train_here(world, one, seconds=seconds, validations=VALIDATIONS)
+        lowest = {name: min(each.validations) for name, each in trained.items()}
+        pairs = list(write_down(trained["sound"].model, recipe, str(world.device.torch)))
         rows.append(
-            {"seed": seed, "less": round(1 - best["sound"] / best["silent"], 4), **best, "validations": losses}
-            | error_rate(pairs)
+            {"seed": seed, "less": round(1 - lowest["sound"] / lowest["silent"], 4), **lowest}
+            | {"steps": trained["sound"].steps, **error_rate(pairs)}
+            | {"validations": {name: each.validations for name, each in trained.items()}}
             | {"examples": pairs[:: max(1, len(pairs) // 8)]}
         )
-        print({name: value for name, value in rows[-1].items() if name not in ("validations", "examples")}, flush=True)
-    write_result(options.out, held_out=recipe.length("validation"), runs=rows)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=None, help="of each run; the recipe's by default")
+    parser.add_argument("--until", type=float, default=None, help="the second (Unix time) at which training ends")
+    parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/transcripts.json"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options.silent = Path(folder) / "silent.py"
+        options.silent.write_text(SILENT.format(recipe=RECIPE.with_suffix(".py")), encoding="utf-8")
+        rows = launch_on(options.device, 1, compare, options)
+    write_result(options.out, runs=rows)
 
 
 if __name__ == "__main__":

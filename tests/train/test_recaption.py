@@ -139,6 +139,7 @@ def test_the_bench_writes_captions_draws_and_counts_what_is_there(here, tmp_path
     assert recaption.score(lambda each: empty, pictures, classes).tolist() == [0.0] * 6
     told = recaption.interval(torch.tensor([1.0, 0.5, 0.0, 0.5]))
     assert told["drawn"] == 0.5
-    recaption.write_png(tmp_path / "grid.png", recaption.draw_grid([drawn, pictures]))
+    columns = [((each + 1) * 127.5).to(torch.uint8) for each in (drawn, pictures)]
+    recaption.write_png(tmp_path / "grid.png", recaption.draw_grid(columns))
     image = pytest.importorskip("PIL.Image").open(Path(tmp_path / "grid.png"))
     assert image.size == (2 * 2 * 34, 2 * 6 * 34)

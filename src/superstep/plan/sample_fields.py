@@ -33,6 +33,11 @@ class Field:
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.dims)}"
 
+    @property
+    def bytes(self) -> int:
+        digits = "".join(filter(str.isdigit, self.dtype))
+        return math.prod(self.dims) * (int(digits) // 8 if digits else 1)
+
 
 class Placeholder(NamedTuple):
     """A token that stands for rows of another field, of which an encoder makes one row of the stream."""
@@ -69,6 +74,11 @@ class SampleFields:
                 yield each
             if self.capacities:
                 yield Field(f"{each.name}{NUMBER}", each.dims[:1], "int64")
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of the batch, with its target."""
+        return sum(each.bytes for each in self.inputs) + self.target.bytes
 
     def __getitem__(self, name: str) -> Field:
         return next(each for each in self.fields if each.name == name)

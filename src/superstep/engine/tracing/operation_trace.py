@@ -89,19 +89,27 @@ class TracedOperations:
 
     each: list[Operation] = field(default_factory=list)
     peak_bytes: int = 0
-    """The peak of that memory."""
+    """The peak of that memory; beside operations before it, how far both together grow beyond what those had left."""
+    beside: TracedOperations | None = None
+    """Operations before, of which these free results."""
+    _left_bytes: int = 0
     _storages: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._left_bytes = 0 if self.beside is None else self.beside.alive_bytes()
 
     def born(self, out: Any, given: Sequence[Tensor] = ()) -> None:  # noqa: ANN401
         """Note the storages of an operation's results; views and results in place have none of their own."""
-        before = {tensor.untyped_storage()._cdata for tensor in given}
+        known = {tensor.untyped_storage()._cdata for tensor in given}
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._storages and storage._cdata not in before:
+                if storage._cdata not in self._storages and storage._cdata not in known:
                     self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                     self._let_go()
-                    self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
+                    before = 0 if self.beside is None else self.beside.alive_bytes()
+                    grown = sum(size for _, size in self._storages.values()) + before - self._left_bytes
+                    self.peak_bytes = max(self.peak_bytes, grown)
 
     def _let_go(self) -> None:
         """Drop freed storages: their addresses may be used again."""
@@ -133,9 +141,9 @@ class OperationRecorder(TorchDispatchMode):
         self._noted = TracedOperations()
 
     @contextmanager
-    def noting(self) -> Iterator[TracedOperations]:
-        """Record the operations within the block."""
-        self._noted = TracedOperations()
+    def noting(self, beside: TracedOperations | None = None) -> Iterator[TracedOperations]:
+        """Record the operations within the block, beside those that left what they use."""
+        self._noted = TracedOperations(beside=beside)
         with self:
             yield self._noted
 

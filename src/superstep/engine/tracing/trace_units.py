@@ -187,10 +187,7 @@ class _Passed:
     inputs: Sequence[Tensor]
     y: Tensor
     noted: TracedOperations
-
-    @property
-    def input_bytes(self) -> int:
-        return sum(x.nbytes for x in self.inputs)
+    input_bytes: int
 
 
 class _Unit:
@@ -225,8 +222,9 @@ class _Unit:
                 peak_bytes=once.noted.peak_bytes,
                 output_bytes=once.y.nbytes,
             )
-        with self._recorder.noting() as backward:
+        with self._recorder.noting(beside=once.noted) as backward:
             torch.autograd.backward(end, gradient)
+        input_gradients_bytes = sum(x.grad.nbytes for x in once.inputs if x.grad is not None)
         # The backward in two parts: first the input's gradient, then the weights'.
         again, end = self._forward()
         assert end is not None
@@ -247,14 +245,15 @@ class _Unit:
             kept_bytes=kept_bytes,
             peak_bytes=once.noted.peak_bytes,
             between_bytes=between_bytes,
+            backward_peak_bytes=max(0, backward.peak_bytes - input_gradients_bytes),
             output_bytes=once.y.nbytes,
         )
 
     def _forward(self) -> tuple[_Passed, GradientEdge | None]:
         """A forward pass, and the end of its graph; a frozen first unit has none."""
         machine, sources = self._machine, self._machine.sources[self._unit]
-        passed = [machine.fields[of] if isinstance(of, str) else machine.boundaries[of] for of in sources]
-        taken = [torch.zeros(each.shape, dtype=each.dtype) for each in passed]
+        examples = [machine.fields[of] if isinstance(of, str) else machine.boundaries[of] for of in sources]
+        taken = [torch.zeros(each.shape, dtype=each.dtype) for each in examples]
         inputs = start_graph(
             taken,
             sources,
@@ -266,7 +265,10 @@ class _Unit:
             if self._unit == len(self._run.plan.units) - 1:
                 y = self._machine.loss(y, LossTarget(self._targets), 1.0)
         self._exchange.take_counts()  # drops the counts
-        return _Passed(inputs=inputs, y=y.detach(), noted=noted), get_gradient_edge(y) if y.requires_grad else None
+        # A sample's fields are views of the batch, which is counted once.
+        own = [x for x, of in zip(inputs, sources, strict=True) if self._run.samples is None or isinstance(of, int)]
+        passed = _Passed(inputs=inputs, y=y.detach(), noted=noted, input_bytes=sum(x.nbytes for x in own))
+        return passed, get_gradient_edge(y) if y.requires_grad else None
 
     def _own(self, passed: _Passed) -> list[Tensor]:
         """Tensors that exist anyway, and are accounted for elsewhere."""

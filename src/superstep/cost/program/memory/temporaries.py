@@ -120,8 +120,12 @@ def input_workspace(run: Resolved, product_gradients: int, mixer: AttentionRule 
 
 
 def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
-    """Bytes that a step has throughout; tables are those of our own decoder's blocks, on ranks that have any."""
+    """Bytes that a step has throughout; tables are those of our own decoder's blocks, on ranks that have any. Of samples
+    all fields.
+    """
     microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.targets_of_row
+    if run.samples is not None:
+        return microbatches * run.plan.microbatch * run.samples.row_bytes
     ids = microbatches * tokens // run.plan.mesh.cp * 2 * TOKEN
     if not has_blocks:
         return ids

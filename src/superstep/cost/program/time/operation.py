@@ -115,10 +115,12 @@ class UnitOperations:
         forward: the forward pass, under the plan's recompute policy.
         backward: the whole backward pass, with selective recomputation.
         weight: the part of BackwardWeight.
-        input_bytes: of the unit's inputs.
+        input_bytes: of the unit's inputs, without fields of samples.
         kept_bytes: kept for the backward pass, with the input; 0 if not traced.
         peak_bytes: the most that the forward holds of its results; 0 if not traced.
         between_bytes: kept between BackwardInput and BackwardWeight; 0 if not traced.
+        backward_peak_bytes: how far the backward pass grows beyond what was kept and its input's gradient; 0 if not
+            traced.
         output_bytes: of what it returns; None: as many as the next unit's inputs.
     """
 
@@ -129,6 +131,7 @@ class UnitOperations:
     kept_bytes: int = 0
     peak_bytes: int = 0
     between_bytes: int = 0
+    backward_peak_bytes: int = 0
     output_bytes: int | None = None
 
 

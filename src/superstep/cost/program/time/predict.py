@@ -170,6 +170,8 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
             forward_workspace=max(
                 operation.input_bytes + operation.peak_bytes - operation.kept_bytes - output_bytes, 0
             ),
+            backward_workspace=operation.backward_peak_bytes,
+            input_workspace=operation.backward_peak_bytes,
         )
         for unit, operation, value_bytes, output_bytes in zip(
             rank_parameters(run), operations, values, [*values[1:], 0], strict=True

@@ -1,0 +1,97 @@
+"""Training of a recipe by this rank alone, for benches that train many small models one after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from superstep.comm.mesh import build_mesh
+from superstep.data.batch import Batch
+from superstep.data.prefetch import Prefetcher
+from superstep.data.samples.source import Source, open_source, stream_of
+from superstep.engine.engine import Engine
+from superstep.engine.values.microbatch import microbatches_of
+from superstep.launch.ranks import World
+from superstep.model.unit import UnitGraph
+from superstep.plan.config import PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolution.resolve import Resolved
+from superstep.train.lr_schedule import rate
+from superstep.train.weights.model import resolve_config, units_of
+
+WARM, TIMED = 8, 12
+"""Steps before, and within, the measurement of a step's seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A trained model on the rank's device.
+
+    Attributes:
+        model: the whole model.
+        validations: the loss of each validation, the last one after the last step.
+        steps: that were taken.
+    """
+
+    model: UnitGraph
+    validations: list[float]
+    steps: int
+
+
+def train_here(world: World, config: RunConfig, *, seconds: float | None = None, validations: int = 1) -> TrainedModel:
+    """Train a recipe on this rank.
+
+    Args:
+        world: of one rank.
+        config: the recipe's; its layout is left out.
+        seconds: how long to train; the number of steps follows from the first ones. None takes the recipe's steps.
+        validations: how many, evenly over the run.
+    """
+    run = resolve_config(replace(config, plan=PlanConfig(dp=1, device=world.device.kind)))
+    mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
+    engine, source = Engine(run, units_of(run), mesh), open_source(Path(str(config.data.source)))
+    train, losses, started_s = config.train, [], 0.0
+    for step, batch in enumerate(read_batches(run, source)):
+        if step >= train.steps:
+            break
+        if seconds is not None and step in (WARM, WARM + TIMED):
+            if step == WARM:
+                started_s = time.perf_counter()
+            else:
+                train = fit_steps(train, seconds, (time.perf_counter() - started_s) / TIMED)
+        parts = microbatches_of(batch, run.plan, mesh)
+        engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=rate(train, step))
+        if (step + 1) * validations // train.steps > step * validations // train.steps:
+            losses.append(validate(engine, run, source))
+    model = UnitGraph(units_of(run), train.seed).to(world.device.torch)
+    with torch.no_grad():
+        for piece in engine.pieces(("weight",)):
+            model.parts[piece.name][1].copy_(piece.values.view(piece.shape))
+    mesh.destroy()
+    return TrainedModel(model, losses, train.steps)
+
+
+def fit_steps(train: TrainConfig, seconds: float, step_s: float) -> TrainConfig:
+    """The settings with as many steps as the time allows."""
+    steps = max(WARM + TIMED + 1, int(seconds / step_s))
+    return replace(train, steps=steps, warmup_steps=min(train.warmup_steps, steps // 8))
+
+
+def read_batches(run: Resolved, source: Source) -> Iterator[Batch]:
+    """The batches of training, without an end."""
+    stream, rows = stream_of(run.config, source, "train"), slice(0, run.config.train.batch_sequences)
+    with Prefetcher(stream, start_sample=0, rows=rows, depth=run.config.data.prefetch_steps) as prefetcher:
+        yield from (batch for batch, _ in prefetcher)
+
+
+def validate(engine: Engine, run: Resolved, source: Source) -> float:
+    """The mean loss over the whole batches of the validation, as many as the recipe reads."""
+    size, stream = run.config.train.batch_sequences, stream_of(run.config, source, "validation")
+    count = max(1, min(run.config.train.eval_batches, stream.sequences // size))
+    batches = [stream.batch(number * size, slice(0, size)) for number in range(count)]
+    scores = [engine.score(microbatches_of(batch, run.plan, engine.mesh)) for batch in batches]
+    return sum(score.loss for score in scores) / sum(batch.valid_tokens for batch in batches)

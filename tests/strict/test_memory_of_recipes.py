@@ -1,0 +1,60 @@
+"""The peak of a step of recipes with samples of their own on an emulated GPU, beside what is predicted of it."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from prompts import write_prompts
+from recipe_files import enter_folder
+from strict_ranks import device_module, gpu_of
+from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
+from superstep.cost.program.memory.memory import rank_bytes
+from superstep.cost.program.time.predict import sizes_of
+from superstep.data.samples.source import open_source, stream_of
+from superstep.engine.engine import Engine
+from superstep.engine.saved_activations import with_kept
+from superstep.engine.values.microbatch import microbatches_of
+from superstep.plan.config import PlanConfig
+from superstep.plan.config_io import read_config
+from superstep.program.compile import compile_step
+from superstep.train.proof.prove_tolerance import TIMEOUT
+from superstep.train.weights.model import operations, resolve_config, units_of
+
+pytestmark = pytest.mark.strict
+NEAR = 0.05
+
+
+def peak_of_steps(rank, world, run):
+    """The most bytes of the allocator over two steps, without what was there before."""
+    with gpu_of(rank, world) as (gpu, report):
+        gc.collect()
+        torch.cuda.synchronize()
+        device_module().reset_peak(rank)
+        before = torch.cuda.memory_allocated()
+        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
+        engine = Engine(run, units_of(run), mesh)
+        stream = stream_of(run.config, open_source(Path(str(run.config.data.source))), "train")
+        batch = stream.batch(0, slice(0, run.config.train.batch_sequences))
+        mine = microbatches_of(batch, run.plan, mesh)
+        for _ in range(2):
+            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
+        peak = report().peak_bytes - before
+        mesh.destroy()
+        return peak
+
+
+@pytest.mark.parametrize("name", ["audio_language", "captioner", "flow"])
+def test_a_peak_of_a_recipe_is_its_prediction(pool, name, tmp_path, monkeypatch):
+    write_prompts(tmp_path / "runs" / "prompts")
+    enter_folder(tmp_path, monkeypatch)
+    config = read_config(Path(f"recipes/{name}.toml"))
+    config = replace(config, plan=PlanConfig(dp=1, microbatch=2), train=replace(config.train, batch_sequences=4))
+    config = replace(config, model=replace(config.model, dropout=0.0))
+    run = with_kept(resolve_config(config), Device("cuda", 0))
+    (predicted,) = rank_bytes(run, compile_step(run.plan), sizes_of(run, operations(run)))
+    (peak,) = pool.run(1, peak_of_steps, run, timeout_s=200)
+    assert abs(peak / predicted.bytes - 1) < NEAR, (peak, predicted)
