@@ -40,7 +40,7 @@ puts numbers on their grid, P a sequence's keys in whole blocks:
                  copies in fp32                         T·F·4 + 2·T·D·4, or T·cp·2·K·H·8 + T·N·H·(e, or e + 16)
     a step
       tables of positions, of each microbatch where documents are kept apart      2·S·H·e, or m·2·T·H·e
-      ids and targets of a rank's tokens                                          m·T·16
+      ids and targets of a rank's tokens; of samples all fields                   m·T·16
 
 A dense block's forward pass, and recomputation, make less than its backward pass, with as much kept.
 """
@@ -120,8 +120,8 @@ def input_workspace(run: Resolved, product_gradients: int, mixer: AttentionRule 
 
 
 def step_bytes(run: Resolved, *, has_blocks: bool) -> int:
-    """Bytes that a step has throughout; tables are those of our own decoder's blocks, on ranks that have any. Of samples
-    all fields.
+    """Bytes that a step has throughout: tables of our own decoder's blocks, on ranks that have any, ids and targets; of
+    samples all fields.
     """
     microbatches, tokens = run.plan.microbatches, run.plan.microbatch * run.targets_of_row
     if run.samples is not None:
