@@ -25,7 +25,7 @@ from superstep.plan.config import RunConfig
 
 FOLDER = Path("runs/digits")
 FILES = {"train": "train", "validation": "t10k"}
-INPUT, LATENTS, WIDTH, MOVE, GROUP = "latents", 64, 64, 2, 16
+INPUT, LATENTS, WIDTH, MOVE, GROUP = "latents", 64, 32, 2, 16
 """The field that the first unit reads, and its random numbers; channels; pixels of a move; samples of a batch norm."""
 
 
@@ -111,8 +111,8 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
         modules,
         inputs={2: [1, "pixels", "moves"]},
         loss={
-            "judge": {"judge": judge, "class of real": partial(class_of, 1)},
-            "fool": {"fool": fool, "class of drawn": partial(class_of, 0)},
+            "judge": {"judge": judge, "real_class": partial(class_of, 1)},
+            "fool": {"fool": fool, "drawn_class": partial(class_of, 0)},
         },
         phases={"judge": (3, 4), "fool": (0, 1)},
     )
