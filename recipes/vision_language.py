@@ -26,15 +26,15 @@ from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape, Vi
 from superstep.plan.model.shape import ModelShape
 
 MAKERS = ("google", "twitter", "facebook")
-KINDS, SIDE, MOST, ASKED = 8, 3, 3, 3
+KINDS, SIDE, MOST, ASKED = 16, 3, 3, 3
 """Kinds of emoji, cells of a side, the most emoji of one kind, and the questions on a picture."""
 CELLS, PIXELS, PATCH, MERGE = SIDE**2, 16, 8, 2
 QUESTIONS = ("what", "where", "how many")
-IMAGE, KIND, CELL, NUMBER, QUESTION, VOCAB = 1, 2, 10, 19, 22, 25
+IMAGE, KIND, CELL, NUMBER, QUESTION, VOCAB = 1, 2, 18, 27, 30, 33
 """The token of a picture, and the first of each kind of word."""
 TOKENS, PATCHES = CELLS + 2 * ASKED, CELLS * MERGE**2
 VISION = VisionShape(
-    layers=2, width=64, heads=2, ffn=256, patch=PATCH, frames=1, merge=MERGE, side=SIDE * MERGE, outputs=64
+    layers=2, width=64, heads=2, ffn=256, patch=PATCH, frames=1, merge=MERGE, side=6, outputs=64, init_std=0.1
 )
 CAPACITY = dict.fromkeys(("tokens", "positions", "target"), 16 * TOKENS)
 CAPACITY |= dict.fromkeys(("pixels", "patches"), 16 * PATCHES)
@@ -62,7 +62,7 @@ def size(split: str, index: int) -> dict[str, int]:
 
 def is_held_out(one: int, other: int) -> bool:
     """Whether two kinds are together in pictures of validation alone."""
-    return one != other and (one + other) % 7 == 0
+    return one != other and (one + other) % 13 == 0
 
 
 def choose_kinds(split: str, count: int, noise: np.random.Generator) -> list[int]:
@@ -112,9 +112,8 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     decoder = ModelShape(
         family="qwen3", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
         vocab=VOCAB, tied=True, qk_norm=True, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, max_tokens=TOKENS,
+        init_std=VISION.init_std,
     )  # fmt: skip
-    third = width // heads // 6
-    sections = (width // heads // 2 - 2 * third, third, third)
     vision = replace(VISION, layers=layers, width=width, heads=heads, ffn=4 * width, outputs=width)
-    shape = VisionLanguageShape(vision=vision, decoder=decoder, image_token=IMAGE, sections=sections)
+    shape = VisionLanguageShape(vision=vision, decoder=decoder, image_token=IMAGE, sections=(6, 5, 5))
     return vision_language_units(shape)
