@@ -50,6 +50,11 @@ FIGURES: dict[str, Figure] = {
         "bench.linear_attention --rounds 2",
         "2026-11-27",
     ),
+    "word2vec.json": Figure(
+        "word2vec compared with gensim: words a processor second, and the correlation with WordSim-353",
+        "bench.word2vec --gensim PYTHON --methods cbow tree",
+        "2026-11-27",
+    ),
     "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
     "waterfall.json": Figure("where a step's time goes", "bench.waterfall", "2026-11-23"),
     "kernels-amx.json": Figure(
