@@ -47,12 +47,14 @@ def peak_of_steps(rank, world, run):
         return peak
 
 
-@pytest.mark.parametrize("name", ["audio_language", "captioner", "flow"])
+@pytest.mark.parametrize("name", ["audio_language", "audio_transcripts", "captioner", "flow"])
 def test_a_peak_of_a_recipe_is_its_prediction(pool, name, tmp_path, monkeypatch):
     write_prompts(tmp_path / "runs" / "prompts")
     enter_folder(tmp_path, monkeypatch)
     config = read_config(Path(f"recipes/{name}.toml"))
-    config = replace(config, plan=PlanConfig(dp=1, microbatch=2), train=replace(config.train, batch_sequences=4))
+    config = replace(
+        config, plan=PlanConfig(dp=1, microbatch=2, device="cuda"), train=replace(config.train, batch_sequences=4)
+    )
     config = replace(config, model=replace(config.model, dropout=0.0))
     run = with_kept(resolve_config(config), Device("cuda", 0))
     (predicted,) = rank_bytes(run, compile_step(run.plan), sizes_of(run, operations(run)))

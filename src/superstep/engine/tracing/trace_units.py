@@ -50,7 +50,10 @@ def operations_of(run: Resolved, specs: Sequence[UnitSpec]) -> tuple[UnitOperati
     is traced as fast mode: its sums need values, which do not exist here. No process group may exist yet.
     """
     # A compiler's changes to a unit are not traced either: its operations are those of eager mode.
-    config = replace(run.config, numerics=replace(run.config.numerics, compile=False))
+    numerics = replace(run.config.numerics, compile=False)
+    if run.decoder is None and run.config.plan.device == "cuda" and numerics.kernels == "auto":
+        numerics = replace(numerics, kernels="torch")  # those of a GPU keep more than a CPU's own
+    config = replace(run.config, numerics=numerics)
     run = replace(run, plan=replace(run.plan, grain=None), config=config)
     last, units = len(specs) - 1, _speaking(run, specs)
     with _alone(run, Device("cpu")) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
