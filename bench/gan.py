@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, help="a JSON file")
     given = parser.parse_args(argv)
     lenet = load(given.lenet)
-    runs = [judge(load(run), lenet) for run in given.gan]
+    runs = [{"checkpoint": weights_of(run).name} | judge(load(run), lenet) for run in given.gan]
     for run, verdict in zip(given.gan, runs, strict=True):
         sys.stdout.write(f"{run}: {json.dumps(verdict)}\n")
     if given.out is not None:

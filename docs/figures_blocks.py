@@ -45,6 +45,11 @@ FIGURES: dict[str, Figure] = {
         "bench.vision --steps 1500",
         "2026-11-27",
     ),
+    "gan.json": Figure(
+        "digits drawn by a GAN, as a trained LeNet-5 sees them, after 1,500 and 3,300 steps",
+        "bench.gan runs/gan1500 runs/gan runs/lenet --out bench/results/gan.json",
+        "2026-11-27",
+    ),
     "linear_attention.json": Figure(
         "linear attention over two ranks compared with one, 8,192 tokens",
         "bench.linear_attention --rounds 2",

@@ -61,5 +61,6 @@ def test_runs_are_judged_by_their_newest_weights(tmp_path, monkeypatch, capfd):
     written = json.loads(out.read_text(encoding="utf-8"))
     first, second = written["runs"]
     assert first == second
+    assert first["checkpoint"] == "step-000002"
     assert 0 <= first["recognised"] <= 1
     assert written["wanted"]["recognised"] == 0.9

@@ -34,6 +34,7 @@ from superstep.model.custom.units_from_modules import as_units
 from superstep.plan.config import FreezeConfig, LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.sample_fields import Field, SampleFields
 from superstep.plan.sharding.unit_flops import count_visible_tokens, feed_forward, whole_matrices
 from superstep.train.weights.model import units_of
 
@@ -239,3 +240,13 @@ def test_documents_count_as_if_each_sequence_was_one(plan):
 def _attention(unit):
     every = (*unit.forward, *unit.backward)
     return [operation for operation in every if isinstance(operation, AttentionOperation)]
+
+
+def test_a_transposed_weight_is_no_memory_of_its_own():
+    """A linear's product takes its weight as a view."""
+    wide = torch.nn.Sequential(torch.nn.Linear(512, 384), torch.nn.ReLU())
+    specs = as_units([wide, torch.nn.Linear(384, 3)])
+    run = resolve(small.config(sequences=4, microbatch=4), outline=outline_of(specs, "own"))
+    fields = (Field("pixels", (512,), "float32"), Field("target", (), "int64"))
+    first, _ = operations_of(replace(run, samples=SampleFields(fields=fields, reads="pixels")), specs)
+    assert first.peak_bytes == 2 * first.output_bytes == 2 * 4 * 384 * 4
