@@ -31,11 +31,12 @@ from superstep.engine.tracing.trace_units import operations_of
 from superstep.kernels import cpu_library
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
-from superstep.plan.config import FreezeConfig, LoraConfig, ModelConfig
+from superstep.plan.config import LoraConfig, ModelConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sample_fields import Field, SampleFields
 from superstep.plan.sharding.unit_flops import count_visible_tokens, feed_forward, whole_matrices
+from superstep.plan.trained_parts import FreezeConfig
 from superstep.train.weights.model import units_of
 
 LAYOUTS = [

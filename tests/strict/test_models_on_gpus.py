@@ -15,8 +15,9 @@ from superstep.kernels import attention, cpu_library
 from superstep.kernels.compile_cpp import BuildResult
 from superstep.launch.ranks import World
 from superstep.model.unit import initial
-from superstep.plan.config import FreezeConfig, LoraConfig
+from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.trained_parts import FreezeConfig
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_exact import Relay, write_bits
 from superstep.train.proof.prove_tolerance import write_reference

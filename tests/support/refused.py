@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.plan.config import FreezeConfig, LoraConfig, RunConfig
+from superstep.plan.config import LoraConfig, RunConfig
+from superstep.plan.trained_parts import FreezeConfig
 
 
 def config_of(**values) -> RunConfig:

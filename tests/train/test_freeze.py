@@ -22,9 +22,9 @@ from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.unit import UnitGraph, mark_frozen
 from superstep.numerics.noise import SamplePlace
-from superstep.plan.config import FreezeConfig
 from superstep.plan.resolution.freeze import freeze
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.trained_parts import FreezeConfig
 from superstep.state.checkpoint import save
 from superstep.state.manifest import Position
 from superstep.train.proof import prove_tolerance

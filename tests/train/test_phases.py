@@ -34,9 +34,9 @@ from superstep.plan.config import (
     TrainConfig,
 )
 from superstep.plan.config_io import parse_config
-from superstep.plan.phases import PhasesConfig
 from superstep.plan.resolution.phase_settings import train_of_phase
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.trained_parts import PhasesConfig
 from superstep.program.compile import compile_step
 from superstep.program.text import describe, read_program, write_program
 from superstep.train.proof import prove_tolerance

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from superstep.plan.optimizers import OptimizerName
-from superstep.plan.phases import PhasesConfig
+from superstep.plan.trained_parts import FreezeConfig, PhasesConfig
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
 LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
@@ -276,16 +276,6 @@ class LoraConfig:
     """Linears by the ends of their names, as in PEFT (q_proj, v_proj, ...); all-linear means all of the blocks."""
     dropout: float = 0.0
     """In training, the share of an adapter's inputs that is dropped (PEFT's lora_dropout)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreezeConfig:
-    """Parameters that are not trained: they have no gradient and no moments, and nothing is computed backward in front
-    of the first trained unit.
-    """
-
-    params: tuple[str, ...] = ()
-    """Patterns of their names, such as `model.layers.0.*`; `*` stands for any characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from superstep.errors import ConfigError
-from superstep.plan.config import FreezeConfig
 from superstep.plan.model.outline import Outline, Parameter
+from superstep.plan.trained_parts import FreezeConfig
 
 
 def freeze(outline: Outline, config: FreezeConfig) -> Outline:

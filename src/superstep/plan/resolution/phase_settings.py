@@ -9,7 +9,7 @@ from dataclasses import replace
 from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import RunConfig, TrainConfig
 from superstep.plan.model.outline import Outline
-from superstep.plan.phases import PhasesConfig
+from superstep.plan.trained_parts import PhasesConfig
 
 OPTIMIZER = ("lr", "beta1", "beta2", "weight_decay", "clip_norm")
 """The tables of ``[phases]`` that replace a value of ``[train]``."""

@@ -1,8 +1,18 @@
-"""PhasesConfig: what the phases of a step set for themselves."""
+"""FreezeConfig and PhasesConfig: which parameters are trained, and how in each phase of a step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreezeConfig:
+    """Parameters that are not trained: they have no gradient and no moments, and nothing is computed backward in front
+    of the first trained unit.
+    """
+
+    params: tuple[str, ...] = ()
+    """Patterns of their names, such as `model.layers.0.*`; `*` stands for any characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
