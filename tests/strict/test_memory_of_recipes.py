@@ -1,6 +1,7 @@
 """The peak of a step of recipes with samples of their own on an emulated GPU, beside what is predicted of it."""
 
 import gc
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,9 +29,9 @@ pytestmark = pytest.mark.strict
 NEAR = 0.05
 
 
-def peak_of_steps(rank, world, run):
+def peak_of_steps(rank, world, run, folder):
     """The most bytes of the allocator over two steps, without what was there before."""
-    with gpu_of(rank, world) as (gpu, report):
+    with chdir(folder), gpu_of(rank, world) as (gpu, report):
         gc.collect()
         torch.cuda.synchronize()
         device_module().reset_peak(rank)
@@ -58,5 +59,5 @@ def test_a_peak_of_a_recipe_is_its_prediction(pool, name, tmp_path, monkeypatch)
     config = replace(config, model=replace(config.model, dropout=0.0))
     run = with_kept(resolve_config(config), Device("cuda", 0))
     (predicted,) = rank_bytes(run, compile_step(run.plan), sizes_of(run, operations(run)))
-    (peak,) = pool.run(1, peak_of_steps, run, timeout_s=200)
+    (peak,) = pool.run(1, peak_of_steps, run, tmp_path, timeout_s=200)
     assert abs(peak / predicted.bytes - 1) < NEAR, (peak, predicted)

@@ -5,6 +5,7 @@ import torch
 
 from superstep.kernels.gpu import delta_states
 from superstep.numerics.delta_rule.chunks import Piece, list_chunks
+from superstep.numerics.delta_rule.operator import delta_rule
 from superstep.numerics.delta_rule.rule import find_terms, pass_gradients, pass_states, read_gradients, send_steps
 from superstep.numerics.delta_rule.sums import Sums
 
@@ -21,14 +22,17 @@ def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1]), dtype=torch.float64)
 
 
-def terms_of(sizes):
+def inputs_of(sizes):
     width, value, heads = sizes
-    inputs = (
+    return (
         drawn(2, 200, 2, width), drawn(2, 200, 2, width).flip(0), drawn(2, 200, heads, value),
         -drawn(2, 200, heads).abs() / 9, drawn(2, 200, heads).sigmoid(),
     )  # fmt: skip
+
+
+def terms_of(sizes):
     chunks = list_chunks(DOCUMENTS, 200, 400, torch.device("cpu"))
-    return find_terms(inputs, chunks, Sums()), chunks.steps
+    return find_terms(inputs_of(sizes), chunks, Sums()), chunks.steps
 
 
 def near(found, exact):
@@ -61,3 +65,17 @@ def test_gradients(device, sizes):
     places = send_steps(steps, inputs[0].device)
     found = delta_states.pass_gradients(tuple(on(device, *read)), *inputs, places, *on(device, last))
     assert all(map(near, found, exact))
+
+
+def test_the_operator_has_the_same_results_on_every_device(device, sizes):
+    starts = torch.zeros(2, 200, dtype=torch.int64)
+    starts[1, 30:130], starts[1, 130:] = 30, 130
+    results = []
+    for inputs in (inputs_of(sizes), on(device, *inputs_of(sizes))):
+        leaves = [x.requires_grad_() for x in inputs]
+        out = delta_rule(*leaves, starts, False)
+        grad = drawn(*out.shape).to(out)
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
+    exact, found = results
+    for mine, wanted in zip(found, exact, strict=True):
+        assert float((mine.cpu().double() - wanted).norm() / wanted.norm()) < 1e-5

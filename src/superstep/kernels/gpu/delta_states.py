@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from superstep.kernels.gpu.language import dot, pad_tile
+from superstep.kernels.gpu.language import IS_INTERPRETED, dot, pad_tile
 
+IS_COMPILED = not IS_INTERPRETED.value
 COLUMNS = 32
 """The most columns of a state that a program holds, and a half of it for keys wider than ``WIDE``."""
 

@@ -185,10 +185,13 @@ def carry_states(terms: Terms, steps: Sequence[slice], first: Tensor, sums: Sums
 
 
 def _kernel(terms: Terms, sums: Sums) -> ModuleType | None:
-    """Triton's kernels, which go through all chunks in one launch; None where torch goes from step to step."""
+    """Triton's kernels, which go through all chunks in one launch; None where torch goes from step to step: that takes
+    less time than an interpreted launch.
+    """
     if sums.is_exact or not terms.u.is_cuda or terms.u.dtype != torch.float32 or triton_loader.missing(terms.u.device):
         return None
-    return triton_loader.module("delta_states")
+    kernels = triton_loader.module("delta_states")
+    return kernels if kernels.IS_COMPILED else None
 
 
 def _without_state(terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
