@@ -44,6 +44,12 @@ def test_a_flag_sets_its_field(argv, section, field, value):
     assert type(getattr(getattr(config, section), field)) is type(value)
 
 
+def test_an_entry_of_an_absent_table_is_its_first():
+    config = read("--phases.lr.judge", "4e-4", "--phases.lr.draw=1e-3", "--phases.beta1.judge", "0.5")
+    assert config.phases.lr == (("draw", 1e-3), ("judge", 4e-4))
+    assert config.phases.beta1 == (("judge", 0.5),)
+
+
 def test_what_no_flag_names_stays():
     assert read_flags(DEMO, [], prog="superstep train", description="") == DEMO
     longer = read_flags(DEMO, ["--train.steps", "7"], prog="superstep train", description="")

@@ -292,10 +292,10 @@ def _convert(words: Sequence[str], option: Any) -> tuple[bool, object]:  # noqa:
 
 
 def _enter(base: Any, table: str, key: str, value: object) -> tuple[tuple[str, object], ...]:  # noqa: ANN401
-    """The table with an entry added or replaced."""
+    """The table with an entry added or replaced. One in an absent table is the first."""
     for name in table.split("."):
-        base = getattr(base, name)
-    return tuple(sorted({**dict(base), key: value}.items()))
+        base = None if base is None else getattr(base, name)
+    return tuple(sorted({**dict(base or ()), key: value}.items()))
 
 
 def _with(base: Any, path: Sequence[str], value: object) -> Any:  # noqa: ANN401
