@@ -1,7 +1,7 @@
 """Faults that ranks can have with pictures in text, planted: the proof of a layout names each."""
 
 import os
-from contextlib import nullcontext
+from contextlib import chdir, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -80,17 +80,17 @@ def case(tmp_path_factory):
     os.chdir(before)
 
 
-def _prove_each(rank, world, names, case):
+def _prove_each(rank, world, names, case, folder):
     verdicts = []
     for name in names:
-        with FAULTS[name]() if rank == 1 else nullcontext():
+        with chdir(folder), FAULTS[name]() if rank == 1 else nullcontext():
             verdict = prove_case(World(rank, world, Device("cpu")), case)
         verdicts.append((verdict.is_proven, verdict.stream, verdict.first and verdict.first.describe(), verdict.hints))
     return verdicts
 
 
 def test_each_planted_fault_is_named(pool, case):
-    found = dict(zip(FAULTS, pool.run(2, _prove_each, list(FAULTS), case, timeout_s=240)[0], strict=True))
+    found = dict(zip(FAULTS, pool.run(2, _prove_each, list(FAULTS), case, Path.cwd(), timeout_s=240)[0], strict=True))
     assert found.pop("none") == (True, "", None, ())
     for name, (is_proven, stream, first, hints) in found.items():
         assert not is_proven
