@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from ragged import TOML
+
 SAMPLES = '''
 import torch
 
@@ -64,38 +66,10 @@ def units(config):
     return vision_language_units(SHAPE)
 '''
 
-TOML = """
-[model]
-source = "pictures.py"
-
-[data]
-source = "pictures.py"
-
-[train]
-steps = 6
-batch_sequences = 8
-lr = 5e-3
-warmup_steps = 2
-eval_every = 3
-eval_batches = 2
-
-[plan]
-dp = 2
-zero = 2
-microbatch = 1
-
-[state]
-dir = "run"
-save_every = 3
-
-[observe]
-tensorboard = false
-"""
-
 
 def write_pictures(folder: Path, text: str = SAMPLES, deepstack: tuple[int, ...] = ()) -> Path:
     """``pictures.py`` and ``run.toml``; returns the file of samples."""
     path = folder / "pictures.py"
     path.write_text(text.replace("DEEP", repr(deepstack)), encoding="utf-8")
-    (folder / "run.toml").write_text(TOML, encoding="utf-8")
+    (folder / "run.toml").write_text(TOML.format(name="pictures", batch=8), encoding="utf-8")
     return path

@@ -129,7 +129,7 @@ source = "{name}.py"
 
 [train]
 steps = 6
-batch_sequences = 4
+batch_sequences = {batch}
 lr = 5e-3
 warmup_steps = 2
 eval_every = 3
@@ -153,5 +153,5 @@ def write_ragged(folder: Path, name: str = "sounds", text: str | None = None) ->
     """``sounds.py`` or ``words.py``, and ``run.toml``; returns the file."""
     path = folder / f"{name}.py"
     path.write_text(text or {"sounds": SOUNDS, "words": WORDS}[name], encoding="utf-8")
-    (folder / "run.toml").write_text(TOML.format(name=name), encoding="utf-8")
+    (folder / "run.toml").write_text(TOML.format(name=name, batch=4), encoding="utf-8")
     return path
