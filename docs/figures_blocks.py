@@ -46,8 +46,8 @@ FIGURES: dict[str, Figure] = {
         "2026-11-27",
     ),
     "gan.json": Figure(
-        "digits drawn by a GAN, as a trained LeNet-5 sees them, after 1,500 and 3,300 steps",
-        "bench.gan runs/gan1500 runs/gan runs/lenet --out bench/results/gan.json",
+        "digits drawn by a GAN, as a trained LeNet-5 sees them, three seeds",
+        "bench.gan runs/gan0 runs/gan1 runs/gan2 runs/lenet --out bench/results/gan.json",
         "2026-11-27",
     ),
     "linear_attention.json": Figure(
