@@ -57,7 +57,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "word2vec.json": Figure(
         "word2vec compared with gensim: words a processor second, and the correlation with WordSim-353",
-        "bench.word2vec --gensim PYTHON --methods cbow tree",
+        "bench.word2vec --gensim PYTHON",
         "2026-11-27",
     ),
     "waterfall-amx.json": Figure("where a step's time goes, AMX", "bench.waterfall --json", "2026-11-24"),
