@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -166,7 +165,7 @@ def _adders(
         if param in rows:
             yield param, rows[param].add
         elif exact is not None and param.requires_grad:
-            yield param, functools.partial(exact.sinks[param].grid.add, exact.sinks[param].into)
+            yield param, exact.sinks[param].add
         elif param.grad is not None:
             yield param, param.grad.add_
 

@@ -37,8 +37,8 @@ from superstep.engine.layers.grad_accumulation import (
     GradientSums,
     accumulating_after,
     accumulating_straight,
-    hands_to,
-    sparse_embedding,
+    embed_by_rows,
+    hand_over_once,
 )
 from superstep.engine.layers.implementation import Choice, Forward, Implementation, install
 from superstep.engine.layers.lora import adapting_straight
@@ -155,9 +155,9 @@ def adding_rows(sinks: RowSinks, sums: GradientSums) -> tuple[Implementation, ..
 
     def build(path: str, layer: nn.Embedding, inner: Forward) -> Forward:
         table = layer.get_parameter("weight")
-        if not table._post_accumulate_grad_hooks:  # a table that units share has one hook
-            table.register_post_accumulate_grad_hook(hands_to(sinks[table].add))
-        return sparse_embedding(layer, sinks[table].add_rows, sums) if is_plain_sparse_embedding(layer) else inner
+        sink = sinks[table]
+        hand_over_once(table, sink.add)
+        return embed_by_rows(layer, lambda: sink.add_rows, sums) if is_plain_sparse_embedding(layer) else inner
 
     return (
         Implementation(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from superstep.comm.mesh import Group
 from superstep.engine.exact.linear import ReductionCut
-from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums, hands_to
+from superstep.engine.layers.grad_accumulation import GradientSink, GradientSums, hand_over_once
 from superstep.model.unit import ParamSpec
 from superstep.numerics.fixed_point import PARAMETER, Grid, RangeExcess
 from superstep.plan.model.shape import ModelShape
@@ -43,10 +42,17 @@ class ExactLayers:
 
     def add_on_grid(self, parameter: nn.Parameter) -> None:
         """Let autograd's gradient of a trained parameter be added on the grid."""
-        # A parameter that units share has one hook.
-        if parameter in self.sinks and not parameter._post_accumulate_grad_hooks:
-            sink = self.sinks[parameter]
-            parameter.register_post_accumulate_grad_hook(hands_to(partial(sink.grid.add, sink.into)))
+        if parameter in self.sinks:
+            hand_over_once(parameter, self.sinks[parameter].add)
+
+    def add_all_on_grid(self, layer: nn.Module) -> None:
+        """The same of all that a layer has itself."""
+        for parameter in layer.parameters(recurse=False):
+            self.add_on_grid(parameter)
+
+    def trains(self, layer: nn.Module) -> bool:
+        """Whether a layer has trained parameters itself."""
+        return any(parameter in self.sinks for parameter in layer.parameters(recurse=False))
 
     def cut(self, param: ParamSpec) -> ReductionCut:
         """The cut of a linear layer's sums; the dims of its weight are (output, input)."""

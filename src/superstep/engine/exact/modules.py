@@ -42,9 +42,6 @@ class _LayerBuilder:
     exact: ExactLayers
     noise: CurrentNoise = field(default_factory=CurrentNoise)
 
-    def is_trained(self, layer: nn.Module) -> bool:
-        return any(parameter in self.exact.sinks for parameter in layer.parameters(recurse=False))
-
     def linear(self, path: str, layer: nn.Linear, inner: Forward) -> Forward:
         own, param, sinks = dict(layer.named_parameters()), self._param(path), self.exact.sinks
         is_cut = self.exact.rules.cut(param.axes[0]) == "tp"
@@ -87,8 +84,7 @@ class _LayerBuilder:
         return exact_shared_key(layer, self.exact.group)
 
     def unknown(self, path: str, layer: nn.Module, inner: Forward) -> Forward:
-        for parameter in layer.parameters(recurse=False):
-            self.exact.add_on_grid(parameter)
+        self.exact.add_all_on_grid(layer)
         return inner
 
     def _param(self, path: str) -> ParamSpec:
@@ -102,7 +98,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
     build = _LayerBuilder(spec, exact, noise or CurrentNoise())
 
     def is_trained(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
-        return lambda layer: isinstance(layer, kinds) and build.is_trained(layer)
+        return lambda layer: isinstance(layer, kinds) and exact.trains(layer)
 
     def any_of(*kinds: type[nn.Module]) -> Callable[[nn.Module], bool]:
         return lambda layer: isinstance(layer, kinds)
@@ -112,7 +108,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact sums of linear and factors", any_of(AdaptedLinear), build.make_adapted, is_whole=True),
         _row("exact sums", any_of(RMSNorm), build.norm),
         _row("exact sums", any_of(LearntBias), build.position_bias),
-        _row("exact sums", lambda layer: is_plain_embedding(layer) and build.is_trained(layer), build.embedding),
+        _row("exact sums", lambda layer: is_plain_embedding(layer) and exact.trains(layer), build.embedding),
         _row("exact sums", is_trained(Gate), build.router),
         *(_row("exact sums", is_trained(kind), build.by_weight(make)) for kind, make in BY_WEIGHT.items()),
         _row("exact sum over heads", is_shared_key, build.share_key),
@@ -121,7 +117,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
         _row("exact gate", has_silu, lambda path, layer, inner: make_gated(layer, exact_gate_of)),
         _row("exact sum over experts", any_of(MixtureOfExperts), build.experts),
         *exact_delta_layers(exact.sinks),
-        _row("autograd's gradient, added on the grid", build.is_trained, build.unknown),
+        _row("autograd's gradient, added on the grid", exact.trains, build.unknown),
     )
 
 

@@ -51,17 +51,18 @@ def exact_user_layers(spec: UnitSpec, exact: ExactLayers) -> tuple[Implementatio
         cells = exact.grain.cells // (1 if exact.group is None else exact.group.size())
         return compute_in_cells(layer, cut_dims(path)[0], cells, exact.group)
 
-    def is_trained(path: str, layer: nn.Module) -> bool:
-        return any(parameter in exact.sinks for parameter in layer.parameters(recurse=False))
-
     def on_grid(path: str, layer: nn.Module, inner: Forward) -> Forward:
-        for parameter in layer.parameters(recurse=False):
-            exact.add_on_grid(parameter)
+        exact.add_all_on_grid(layer)
         return inner
 
     return (
         Implementation("in cells", "numerics.exact", has_cells, in_cells),
-        Implementation("autograd's gradient, added on the grid", "numerics.exact", is_trained, on_grid),
+        Implementation(
+            "autograd's gradient, added on the grid",
+            "numerics.exact",
+            lambda path, layer: exact.trains(layer),
+            on_grid,
+        ),
     )
 
 

@@ -69,6 +69,10 @@ class GradientSink:
     grid: Grid
     sums: GradientSums
 
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient now; may overwrite it. Raises OutOfRange as ``Grid.add``."""
+        self.grid.add(self.into, grad)
+
 
 def input_gradients(
     inputs: Sequence[Tensor],
@@ -116,20 +120,6 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, into: Tensor, sums: GradientSums) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(tokens)
-        ctx.into, ctx.sums = into, sums
-        return F.embedding(tokens, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # noqa: ANN401
-        (tokens,) = ctx.saved_tensors
-        ctx.sums.do(partial(_add_rows, ctx.into, tokens.flatten(), grad.flatten(0, -2)))
-        return None, None, None, None
-
-
-class _SparseEmbedding(torch.autograd.Function):
-    @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, add: RowAdder, sums: GradientSums) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(tokens)
         ctx.add, ctx.sums = add, sums
@@ -142,13 +132,20 @@ class _SparseEmbedding(torch.autograd.Function):
         return None, None, None, None
 
 
-def sparse_embedding(layer: nn.Embedding, add: RowAdder, sums: GradientSums) -> Forward:
-    """The forward of an embedding whose gradient is handed over as rows, without a tensor of the table's shape."""
+def embed_by_rows(layer: nn.Embedding, find_adder: Callable[[], RowAdder], sums: GradientSums) -> Forward:
+    """The forward of an embedding whose gradient is handed over as rows, without a tensor of the table's shape.
+
+    Args:
+        layer: the embedding.
+        find_adder: called at each forward pass.
+        sums: of the layers.
+    """
 
     def forward(tokens: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return F.embedding(tokens, layer.weight)
-        out: Tensor = _SparseEmbedding.apply(tokens, layer.weight, add, sums)  # type: ignore[no-untyped-call]
+        # Tokens carry no gradient, so the graph needs the weight; its own gradient is not changed.
+        out: Tensor = _Embedding.apply(tokens, layer.weight, find_adder(), sums)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -195,6 +192,12 @@ def hands_to(add: Adder) -> Callable[[Tensor], None]:
         param.grad = None
 
     return hand_over
+
+
+def hand_over_once(param: nn.Parameter, add: Adder) -> None:
+    """Let a parameter's gradient be handed to ``add``; one that units share has one hook."""
+    if not param._post_accumulate_grad_hooks:
+        param.register_post_accumulate_grad_hook(hands_to(add))
 
 
 def accumulating_straight(sums: GradientSums) -> tuple[Implementation, ...]:
@@ -246,12 +249,10 @@ def _group_forward(layer: GroupedLinear, sums: GradientSums) -> Any:  # noqa: AN
     return forward
 
 
-def _embedding(layer: nn.Embedding, sums: GradientSums) -> Any:  # noqa: ANN401
-    def forward(tokens: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return F.embedding(tokens, layer.weight)
-        # Tokens carry no gradient, so the graph needs the weight; its own gradient is not changed.
-        out: Tensor = _Embedding.apply(tokens, layer.weight, layer.weight.grad, sums)  # type: ignore[no-untyped-call]
-        return out
+def _embedding(layer: nn.Embedding, sums: GradientSums) -> Forward:
+    def find_adder() -> RowAdder:
+        into = layer.weight.grad
+        assert into is not None
+        return partial(_add_rows, into)
 
-    return forward
+    return embed_by_rows(layer, find_adder, sums)

@@ -200,10 +200,10 @@ def _without_state(terms: Terms) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def send_steps(steps: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor]:
     """The number of each step's first chunk, and the number of chunks of each piece."""
-    counts = [step.stop - step.start for step in steps]
-    lengths = [sum(count > piece for count in counts) for piece in range(counts[0])]
-    both = send(torch.tensor([*(step.start for step in steps), *lengths], dtype=torch.int32), device)
-    first, of_pieces = both.split((len(steps), len(lengths)))
+    starts, stops = torch.tensor([(step.start, step.stop) for step in steps], dtype=torch.int32).t()
+    counts = stops - starts
+    lengths = (torch.arange(int(counts[0]))[:, None] < counts).sum(1, dtype=torch.int32)
+    first, of_pieces = send(torch.cat((starts, lengths)), device).split((len(starts), len(lengths)))
     return first, of_pieces
 
 
