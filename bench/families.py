@@ -26,17 +26,15 @@ import torch
 import transformers
 
 from bench import gpu_train
-from bench.gpu import Driven
+from bench.gpu import Driven, predicted_bytes
 from bench.machine import write_result
 from superstep.comm.device import Device, gpus, pick
-from superstep.cost.program.memory.memory import rank_bytes
 from superstep.launch.ranks import World
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.model.hf_config import to_hf_config
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.program.compile import compile_step
 
 FAMILIES = {
     "qwen3": "qwen3-8b",
@@ -154,11 +152,6 @@ def run_of(config: Path, cut: Cut, *, is_compiled: bool) -> Resolved:
             numerics=NumericsConfig(compute="bf16", compile=is_compiled),
         )
     )
-
-
-def predicted_bytes(run: Resolved) -> int:
-    """The peak that the planner predicts."""
-    return max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
 
 
 def family(name: str, cut: Cut, device: Device, rounds: int, names: Sequence[str] = SIDES) -> dict[str, object]:

@@ -249,6 +249,11 @@ class Driven:
         return self.engine.train_step(self._batch, valid_tokens=self._valid, lr=1e-4, **also).loss
 
 
+def predicted_bytes(run: Resolved) -> int:
+    """The peak that the planner predicts."""
+    return max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
+
+
 def recompute(device: Device, size: Size) -> Figures:
     """Each policy's peak over three steps, beside what was predicted, and beside keeping all."""
     found: dict[str, dict[str, float]] = {}
@@ -261,7 +266,7 @@ def recompute(device: Device, size: Size) -> Figures:
             driven.step()
         device.synchronize()
         peak = device.peak_bytes() - before
-        predicted = max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
+        predicted = predicted_bytes(run)
         found[policy] = {"peak_bytes": peak, "predicted_bytes": predicted, "ratio": peak / predicted}
         del driven
     return {"policies": found}

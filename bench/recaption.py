@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import struct
 import time
-import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
 
 from bench.machine import write_result
@@ -198,12 +197,7 @@ def interval(scores: Tensor) -> dict[str, object]:
 
 def write_png(path: Path, picture: Tensor) -> None:
     """A picture, uint8 [3, H, W]."""
-    _, height, width = picture.shape
-    rows = picture.permute(1, 2, 0).reshape(height, -1).numpy()
-    raw = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    parts = (b"IHDR", struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)), (b"IDAT", raw), (b"IEND", b"")
-    chunks = (struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in parts)
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy()).save(path, "PNG")
 
 
 def leave(path: Path, value: object) -> None:
