@@ -20,6 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from superstep.plan.user_file import run_file
+
+read_archive = run_file(Path(__file__).with_name("fetch_prompts.py"), "fetch_prompts").read_archive
+
 HASHES = {
     "dict-gcide": "7b0af5cfde3cbdef5e9d6e78f92ec335ced7c2790f37a40f49bebc6f7347ac0f",
     "wordsim353.tsv": "f92a022fc2537793a15bc3a8c162ebcd74990e033a228bb6388cb71e4c0b1e1d",
@@ -36,17 +40,6 @@ def require(name: str, raw: bytes) -> bytes:
     if (found := hashlib.sha256(raw).hexdigest()) != HASHES[name]:
         sys.exit(f"{name} has the SHA-256 {found}, not {HASHES[name]}: it is another version.")
     return raw
-
-
-def read_archive(package: bytes) -> bytes:
-    """The data archive of a Debian package: an ar file of parts behind headers of 60 bytes (ar(5))."""
-    place = 8
-    while place < len(package):
-        name, size = package[place : place + 16].decode().strip(), int(package[place + 48 : place + 58])
-        if name.startswith("data.tar"):
-            return package[place + 60 : place + 60 + size]
-        place += 60 + size + size % 2
-    raise ValueError("the package has no data")
 
 
 def list_entries(text: str) -> list[str]:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gathered_weights import gather_weights
 from longer import many_ranks
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import example_of, microbatches_of, rows
@@ -157,14 +157,9 @@ def _weights(rank, world, run):
             engine.train_step(microbatches_of(mine, run.plan, mesh), valid_tokens=batch.valid_tokens, lr=1e-2)
         held_out = batches(1)[0].rows(rows(run.plan, mesh))
         loss, _ = engine.evaluate(microbatches_of(held_out, run.plan, mesh))
-        weights = {piece.name: piece.values.tolist() for piece in engine.pieces(("weight",)) if piece.is_owner}
-        every = gather(weights, dict[str, list[float]])
+        whole = gather_weights(engine)
     finally:
         mesh.destroy()
-    whole: dict[str, list[float]] = {}
-    for part in every:
-        for name, values in part.items():
-            whole[name] = whole.get(name, []) + values
     return whole, loss
 
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gathered_weights import gather_weights
 from longer import many_ranks
 from sparse_tables import BATCH, ITEMS, USERS, batches, config_of, recommender, run_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
-from superstep.comm.objects import gather
 from superstep.engine.engine import Engine
 from superstep.engine.flat import touched_rows
 from superstep.engine.values.microbatch import example_of, microbatches_of, rows
@@ -123,14 +123,9 @@ def _train(rank, world, run):
             for batch in batches():
                 mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
                 engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=0.5)
-        weights = {piece.name: piece.values.tolist() for piece in engine.pieces(("weight",)) if piece.is_owner}
-        every = gather(weights, dict[str, list[float]])
+        whole = gather_weights(engine)
     finally:
         mesh.destroy()
-    whole: dict[str, list[float]] = {}
-    for part in every:
-        for name, values in part.items():
-            whole[name] = whole.get(name, []) + values
     return whole, summed
 
 
