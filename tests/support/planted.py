@@ -1,7 +1,7 @@
 """Ranks that train until they are told to leave, in which faults can be planted: each by the name in a file.
 
 now      what is planted at present; every rank looks before each step
-begun    which fault a rank is in, and since when
+begun    which fault a rank is in
 free     whoever is kept may go on
 """
 
@@ -100,7 +100,7 @@ class Planted:
         if self.now != name or name in self._done:
             return False
         self._done.add(name)
-        (self._place / "begun").write_text(f"{name} {time.monotonic()}")
+        (self._place / "begun").write_text(name)
         return True
 
 
