@@ -99,7 +99,7 @@ def test_each_unit_sees_each_microbatch_once_forward_then_backward(plan):
     for rank, instructions in enumerate(program.ranks):
         at = {i: k for k, i in enumerate(instructions) if is_compute(i) or isinstance(i, BackwardWeight)}
         for i, k in at.items():
-            assert program.rank_of(i.unit) == rank
+            assert program.place(program.stage_of(i.unit), i.microbatch) == rank
             if isinstance(i, Forward) and i.unit < first_trained(plan):
                 assert i.keep == "nothing"
             elif isinstance(i, Forward):

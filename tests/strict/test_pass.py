@@ -97,7 +97,7 @@ def test_a_race_of_a_pass_is_named_by_the_command_of_the_page(text, tmp_path):
     (source / "superstep/program/resident.py").write_text(code_of_the_page() + HASTY, encoding="utf-8")
     compiler = source / "superstep/program/compile.py"
     before = compiler.read_text(encoding="utf-8")
-    last = "return check_first_uses(check(add_step(program)), routes(plan.placement))\n"
+    last = "return check_first_uses(check(add_step(program)), routes(plan.placement, plan.encoders))\n"
     assert before.count(last) == 1
     added = "return add_resident_in_haste(check(add_step(program)), frozenset({0, len(program.units) - 1}))\n"
     line = "from superstep.program.schedule import"

@@ -12,6 +12,7 @@ from picture_samples import SAMPLES, write_pictures
 from superstep.cli.main import main
 from superstep.model.multimodal.place_rows import place_rows
 
+SPREAD = "--plan.encoder", "spread"
 EXACT_TP = "--numerics.exact", "true", "--plan.tp", "2", "--plan.sequence-parallel", "false"
 
 
@@ -74,6 +75,10 @@ def test_a_run_goes_on_with_the_same_bits(here):
         (("", ""), [*EXACT_TP, "--plan.rules.vocab", "none"], "'model.visual.blocks.0.attn.qkv.weight' has 3 parts"),
         (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
+        (("", ""), SPREAD, "shares an encoder between pipeline ranks, and plan.pp = 1"),
+        (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.chunks", "2"], "'interleaved' has several; set plan.schedule"),
+        (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.microbatch", "8"], "a step has 1; raise train.batch"),
+        (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.stages", "[1,4]"], "unit 'block.0' of a later one takes them"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_in_one_line(tmp_path, monkeypatch, capfd, change, flags, says):

@@ -148,7 +148,7 @@ def build_mesh(
         cp=groups.mine(shape.groups("cp")),
         tp=groups.mine(shape.groups("tp")),
         pp=None if has_channels else groups.mine(shape.groups("pp")),
-        channels=groups.channels(routes(plan.placement)) if has_channels else {},
+        channels=groups.channels(routes(plan.placement, plan.encoders)) if has_channels else {},
         ep=groups.mine(shape.expert_groups()) if has_experts else None,
         sequence=groups.mine(shape.sequence_groups()) if has_experts else None,
         ties=groups.ties(find_tied_places(plan)),

@@ -64,7 +64,7 @@ def assemble(
     excess = RangeExcess()
     exact = _exact(run, mesh, buffers, sums, excess)
     sources = list_sources(specs)
-    here = [unit for stage, units in enumerate(plan.stages) if plan.placement[stage] == mesh.at.pp for unit in units]
+    here = plan.list_units_of(mesh.at.pp)
     rows = _row_sinks(plan.resting, buffers, exact)
     layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact, rows) for unit in here}
     built = _build_modules(run, specs, mesh, buffers, layers)

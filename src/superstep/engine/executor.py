@@ -140,7 +140,7 @@ class Executor:
         self._program: Program | None = None
         self._needed: Callable[[Instruction], Sequence[Value]] = lambda _: ()
         self._received: Mapping[int, Sequence[Value]] = {}
-        self._uses: Mapping[int, int] = {}
+        self._uses: Sequence[Mapping[int, int]] = ()
         self._gradient_values: frozenset[int] = frozenset()
         self._one = torch.ones((), dtype=machine.loss_dtype, device=machine.mesh.device.torch)
 

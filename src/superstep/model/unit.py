@@ -112,6 +112,8 @@ class UnitSpec:
     """Of the last unit, where a step has several phases: the loss of each by its name, in their order."""
     phase: str = ""
     """The phase in which the unit is trained, of a step of several."""
+    is_encoder: bool = False
+    """Whether it is part of an encoder, which ``plan.encoder`` places."""
 
 
 INPUT = "the batch's input"

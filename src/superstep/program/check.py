@@ -51,7 +51,7 @@ class _Rank:
 
     def __init__(self, program: Program, number: int, kinds: set[type[Instruction]]) -> None:
         self.program = program
-        self.own = set(program.units_of(number))
+        self.own = program.list_by_microbatch(lambda m: frozenset(program.list_units_at(number, m)))
         self.held = set(program.list_held_units(number))
         self.has_transfers = "transfers" in program.passes
         # Who reduces for ZeRO has shards, and must fetch: the only fetch may be the instruction that is missing.
@@ -63,7 +63,8 @@ class _Rank:
         self.is_training = bool(kinds & {ins.Backward, ins.BackwardInput})
         self.taken, self.gradient_values = program.taken, program.gradient_values
         self.uses = program.count_uses(number)
-        self.readers = _list_readers(program, number, has_transfers=self.has_transfers)
+        has = self.has_transfers
+        self.readers = program.list_by_microbatch(lambda m: _list_readers(program, number, m, has_transfers=has))
         self.left: dict[Value, int] = {}
         self.summed: dict[Value, list[int]] = {}
         self.forwarded: set[tuple[int, int]] = set()
@@ -113,7 +114,7 @@ class _Rank:
 
     def _list_left_over(self) -> Iterator[str]:
         passes = self.program.passes
-        expected = {(u, m) for u in self.own for m in range(self.program.microbatches)}
+        expected = {(u, m) for m, own in enumerate(self.own) for u in own}
         yield from (f"u{u} has no forward for m{m}" for u, m in sorted(expected - self.forwarded))
         if self.is_training:
             backward = {(u, m) for u, m in expected if u + 1 in self.gradient_values}
@@ -158,19 +159,22 @@ class _Rank:
         """Note that a reader has added its gradient of a value. Returns the broken rule, or nothing."""
         parts = self.summed.setdefault(("grad", value, m), [])
         parts.append(reader)
-        is_next = parts == self.readers[value][: len(parts)]
+        is_next = parts == self.readers[m][value][: len(parts)]
         return "" if is_next else f"the gradient of value u{value} is summed from its last reader to its first"
 
     def _take_gradient(self, value: int, m: int) -> bool:
         """Forget a value's gradient, which is used once. False if a reader has not added to it."""
-        return self.summed.pop(("grad", value, m), []) == self.readers.get(value, [])
+        return self.summed.pop(("grad", value, m), []) == self.readers[m].get(value, [])
 
     def _describe_pass(self, unit: int, m: int) -> str:
-        if unit not in self.own:
-            return "the unit lives on another rank"
         if not 0 <= m < self.program.microbatches:
             return f"the step has {self.program.microbatches} microbatches"
-        return ""
+        return "" if unit in self.own[m] else self._describe_other(unit, m)
+
+    def _describe_other(self, unit: int, m: int) -> str:
+        if not self.program.encoding or unit not in self.program.stages[0]:
+            return "the unit lives on another rank"
+        return f"rank {self.program.encoding[m]} encodes m{m}"
 
     def _unit(self, unit: int, m: int) -> str:
         if broken := self._describe_pass(unit, m):
@@ -186,15 +190,15 @@ class _Rank:
             return broken
         if (unit, m) in self.forwarded:
             return "the unit has already seen this microbatch"
-        needed = [value for value in self.taken[unit] if self.has_transfers or value - 1 in self.own]
+        needed = [value for value in self.taken[unit] if self.has_transfers or value - 1 in self.own[m]]
         is_there = [self._use(("act", value, m)) for value in needed]
         if not all(is_there):
             return "the unit's input is not there"
         self.forwarded.add((unit, m))
         if keep != "nothing":
             self.kept[unit, m] = keep
-        if unit + 1 in self.uses:
-            self.left["act", unit + 1, m] = self.uses[unit + 1]
+        if unit + 1 in self.uses[m]:
+            self.left["act", unit + 1, m] = self.uses[m][unit + 1]
         return ""
 
     def _recompute(self, unit: int, m: int) -> str:
@@ -245,13 +249,13 @@ class _Rank:
         if wire == "act":
             if (wire, value, m) in self.left:
                 return "received twice"
-            if value - 1 in self.own or value not in self.uses:
+            if value - 1 in self.own[m] or value not in self.uses[m]:
                 return "the rank has no use for it"
-            self.left[wire, value, m] = self.uses[value]
+            self.left[wire, value, m] = self.uses[m][value]
             return ""
         if LATER in self.summed.get((wire, value, m), []):
             return "received twice"
-        if LATER not in self.readers.get(value, []):
+        if LATER not in self.readers[m].get(value, []):
             return "the rank has no use for it"
         return self._add_gradient(value, m, LATER)
 
@@ -331,14 +335,14 @@ def _check_edges(program: Program) -> None:
         raise InvalidProgram(f"no unit takes what u{min(unread) - 1} returns")
 
 
-def _list_readers(program: Program, rank: int, *, has_transfers: bool) -> dict[int, list[int]]:
-    """For each value the parts of its gradient on a rank, in the order of the sum: what later ranks send, and the
-    rank's own units that take it.
+def _list_readers(program: Program, rank: int, m: int, *, has_transfers: bool) -> dict[int, list[int]]:
+    """For each value of a microbatch the parts of its gradient on a rank, in the order of the sum: what later ranks
+    send, and the rank's own units that take it.
     """
     readers: dict[int, list[int]] = {}
     taken, returning, gradient_values = program.taken, program.returning, program.gradient_values
-    for stage in reversed(program.stages_of(rank)):
-        is_received = has_transfers and stage + 1 < len(program.stages) and program.placement[stage + 1] != rank
+    for stage in reversed(program.stages_at(rank, m)):
+        is_received = has_transfers and program.is_elsewhere(stage + 1, m, rank)
         for value in returning[stage + 1] if is_received else ():
             readers.setdefault(value, []).append(LATER)
         for unit in reversed(program.stages[stage]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from superstep.plan.resolution.resolve import Plan
 from superstep.program.check import check
+from superstep.program.encoder_tasks import add_encoder, go_round, shift_stages
 from superstep.program.instructions import Program
 from superstep.program.p2p_setup import check_first_uses, routes
 from superstep.program.passes import (
@@ -15,7 +16,7 @@ from superstep.program.passes import (
     add_transfers,
     lower,
 )
-from superstep.program.schedule import forward_order, order
+from superstep.program.schedule import Order, forward_order, order
 
 
 def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
@@ -27,18 +28,26 @@ def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     held = check if is_each_pass_checked else _as_it_is
     tasks = order(
         plan.schedule,
-        placement=plan.placement,
+        placement=plan.placement[1:] if plan.encoders else plan.placement,
         microbatches=plan.microbatches,
         group=plan.microbatch_group,
     )
-    program = held(lower(plan, tasks, is_training=True))
+    program = held(_lower(plan, tasks, is_training=True))
     program = held(add_recompute(program))
     program = held(add_transfers(program))
     program = held(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
     program = held(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
     if plan.snapshots:
         program = held(add_snapshot(program))
-    return check_first_uses(check(add_step(program)), routes(plan.placement))
+    return check_first_uses(check(add_step(program)), routes(plan.placement, plan.encoders))
+
+
+def _lower(plan: Plan, tasks: Order, *, is_training: bool) -> Program:
+    """The program of the tasks of each rank, without those of an encoder that all of them hold."""
+    if not plan.encoders:
+        return lower(plan, tasks, is_training=is_training)
+    encoding = go_round(plan.mesh.pp, plan.microbatches)
+    return lower(plan, add_encoder(shift_stages(tasks), encoding), encoding, is_training=is_training)
 
 
 def _as_it_is(program: Program) -> Program:
@@ -47,11 +56,12 @@ def _as_it_is(program: Program) -> Program:
 
 def compile_evaluation(plan: Plan) -> Program:
     """Forward passes over one global batch, for its loss only."""
-    tasks = forward_order(placement=plan.placement, microbatches=plan.microbatches)
-    program = check(lower(plan, tasks, is_training=False))
+    placement = plan.placement[1:] if plan.encoders else plan.placement
+    tasks = forward_order(placement=placement, microbatches=plan.microbatches)
+    program = check(_lower(plan, tasks, is_training=False))
     program = check(add_transfers(program))
     program = check(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
-    return check_first_uses(program, routes(plan.placement))
+    return check_first_uses(program, routes(plan.placement, plan.encoders))
 
 
 def _sharers(plan: Plan) -> int:

@@ -20,8 +20,9 @@ beside the compute until something needs their result:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 from superstep.plan.sharding.edges import list_backward_units, list_passing_values, list_taken_values
 from superstep.plan.zero import ZeroStage
@@ -29,6 +30,7 @@ from superstep.plan.zero import ZeroStage
 Keep = Literal["all", "selective", "input", "nothing"]
 Wire = Literal["act", "grad"]
 Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot"]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +202,8 @@ class Program(ZeroStage):
         resting: those of them that another phase of the step trains.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
         sparse: the units with tables of which only touched rows have a gradient.
+        encoding: the pipeline rank that computes the first stage, an encoder, on each microbatch; () where placement
+            says it.
     """
 
     units: tuple[str, ...]
@@ -214,6 +218,7 @@ class Program(ZeroStage):
     inputs: tuple[tuple[int, ...], ...] = ()
     resting: tuple[int, ...] = ()
     sparse: tuple[int, ...] = ()
+    encoding: tuple[int, ...] = ()
 
     @property
     def fixed(self) -> tuple[int, ...]:
@@ -246,12 +251,17 @@ class Program(ZeroStage):
         gradient_values = self.gradient_values
         return tuple(tuple(value for value in values if value in gradient_values) for values in self.passing)
 
-    def count_uses(self, rank: int) -> dict[int, int]:
-        """How often a rank uses each value that it computes or receives: in units that take it, and to send it on."""
+    def count_uses(self, rank: int) -> tuple[dict[int, int], ...]:
+        """For each microbatch, how often a rank uses each value that it computes or receives: in units that take it,
+        and to send it on.
+        """
+        return self.list_by_microbatch(lambda m: self._count_uses(rank, m))
+
+    def _count_uses(self, rank: int, m: int) -> dict[int, int]:
         uses: dict[int, int] = {}
         every, passing = self.taken, self.passing
-        for stage in self.stages_of(rank):
-            is_sent = stage + 1 < len(self.stages) and self.placement[stage + 1] != rank
+        for stage in self.stages_at(rank, m):
+            is_sent = self.is_elsewhere(stage + 1, m, rank)
             taken = [value for unit in self.stages[stage] for value in every[unit]]
             for value in (*taken, *(passing[stage + 1] if is_sent else ())):
                 uses[value] = uses.get(value, 0) + 1
@@ -265,14 +275,34 @@ class Program(ZeroStage):
     def pp(self) -> int:
         return len(self.ranks)
 
+    def list_by_microbatch(self, find: Callable[[int], Found]) -> tuple[Found, ...]:
+        """What ``find`` returns for each microbatch. Microbatches whose encoder is on one rank have it in common."""
+        first = {rank: m for m, rank in reversed(list(enumerate(self.encoding or (0,) * self.microbatches)))}
+        found = {rank: find(m) for rank, m in first.items()}
+        return tuple(found[rank] for rank in self.encoding or (0,) * self.microbatches)
+
+    def place(self, stage: int, m: int) -> int:
+        """The pipeline rank that computes a stage on a microbatch."""
+        return self.encoding[m] if self.encoding and stage == 0 else self.placement[stage]
+
+    def is_elsewhere(self, stage: int, m: int, rank: int) -> bool:
+        """Whether a stage exists and is computed on another rank."""
+        return 0 <= stage < len(self.stages) and self.place(stage, m) != rank
+
+    def stages_at(self, rank: int, m: int) -> tuple[int, ...]:
+        """The stages that a rank computes on a microbatch."""
+        return tuple(stage for stage in range(len(self.stages)) if self.place(stage, m) == rank)
+
     def stage_of(self, unit: int) -> int:
         return next(s for s, units in enumerate(self.stages) if unit in units)
 
-    def rank_of(self, unit: int) -> int:
-        return self.placement[self.stage_of(unit)]
-
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(s for s, place in enumerate(self.placement) if place == rank)
+        """The stages that a rank holds: each holds an encoder that several compute."""
+        return tuple(s for s, place in enumerate(self.placement) if place == rank or (self.encoding and s == 0))
+
+    def list_units_at(self, rank: int, m: int) -> tuple[int, ...]:
+        """The units that a rank computes on a microbatch."""
+        return tuple(unit for stage in self.stages_at(rank, m) for unit in self.stages[stage])
 
     def units_of(self, rank: int) -> tuple[int, ...]:
         return tuple(u for s in self.stages_of(rank) for u in self.stages[s])

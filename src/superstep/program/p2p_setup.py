@@ -22,25 +22,30 @@ from superstep.program.instructions import Program, Recv, Send
 from superstep.program.issue_order import Channel, issue_order
 
 
-def routes(placement: Sequence[int]) -> list[Channel]:
+def routes(placement: Sequence[int], encoders: Collection[int] = ()) -> list[Channel]:
     """The channels (from, to, wire) between pipeline ranks: activations forward to the next stage, gradients back.
 
     All ranks make them in this order.
+
+    Args:
+        placement: the pipeline rank of each stage.
+        encoders: the pipeline ranks that compute the first stage, where they are several.
     """
     channels: dict[Channel, None] = {}
-    for here, there in pairwise(placement):
+    for here, there in [*pairwise(placement), *((rank, placement[1]) for rank in encoders)]:
         if here != there:
             channels |= {(here, there, "act"): None, (there, here, "grad"): None}
     return list(channels)
 
 
 def find_tied_places(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """The sets of pipeline ranks that share parameters: of the embedding and a tied head, where they differ."""
-    rank_of = {unit: plan.placement[stage] for stage, units in enumerate(plan.stages) for unit in units}
+    """The sets of pipeline ranks that share parameters: of the embedding and a tied head where they differ, and
+    of an encoder that all hold."""
     readers: dict[int, set[int]] = {}
-    for unit, reads in enumerate(plan.params):
-        for owner in reads:
-            readers.setdefault(owner, set()).add(rank_of[unit])
+    for rank in range(plan.mesh.pp):
+        for unit in plan.list_units_of(rank):
+            for owner in plan.params[unit]:
+                readers.setdefault(owner, set()).add(rank)
     return tuple(sorted({tuple(sorted(ranks)) for ranks in readers.values() if len(ranks) > 1}))
 
 

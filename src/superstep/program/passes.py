@@ -29,7 +29,7 @@ Passing: TypeAlias = Mapping[Wire, Sequence[Sequence[int]]]
 """The values that pass between each stage and the one before, on each wire."""
 
 
-def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
+def lower(plan: Plan, order: Order, encoding: tuple[int, ...] = (), *, is_training: bool) -> Program:
     has_backward = plan.has_backward
 
     def keep(unit: int) -> Keep:
@@ -66,6 +66,7 @@ def lower(plan: Plan, order: Order, *, is_training: bool) -> Program:
         inputs=plan.inputs,
         resting=plan.resting,
         sparse=plan.sparse,
+        encoding=encoding,
     )
 
 
@@ -118,22 +119,17 @@ def _task_of(stage_of: Mapping[int, int], i: Instruction) -> Of:
 def _receives(program: Program, passing: Passing, rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     source = stage - 1 if wire == "act" else stage + 1
-    if wire is None or not _is_elsewhere(program, source, rank):
+    if wire is None or not program.is_elsewhere(source, m, rank):
         return []
-    return [ins.Recv(wire, value, m, program.placement[source]) for value in passing[wire][max(stage, source)]]
+    return [ins.Recv(wire, value, m, program.place(source, m)) for value in passing[wire][max(stage, source)]]
 
 
 def _sends(program: Program, passing: Passing, rank: int, task: Of) -> list[Instruction]:
     wire, stage, m = task
     target = stage + 1 if wire == "act" else stage - 1
-    if wire is None or not _is_elsewhere(program, target, rank):
+    if wire is None or not program.is_elsewhere(target, m, rank):
         return []
-    return [ins.Send(wire, value, m, program.placement[target]) for value in passing[wire][max(stage, target)]]
-
-
-def _is_elsewhere(program: Program, stage: int, rank: int) -> bool:
-    """Whether the stage exists, on another rank."""
-    return 0 <= stage < len(program.stages) and program.placement[stage] != rank
+    return [ins.Send(wire, value, m, program.place(target, m)) for value in passing[wire][max(stage, target)]]
 
 
 def add_reductions(program: Program, *, dp: int, tp: int, replicas: int = 1) -> Program:

@@ -244,7 +244,7 @@ class _Held:
 
     def _put_value(self, value: int, m: int) -> None:
         self.put("boundary", "act", value, m, size=self.sizes[value].boundary)
-        self.left[value, m] = self.uses.get(value, 1)
+        self.left[value, m] = self.uses[m].get(value, 1)
 
     def _use_value(self, value: int, m: int) -> None:
         """Drop a value after its last use, unless units keep it."""

@@ -50,7 +50,8 @@ def describe(instruction: Instruction) -> str:
 def write_program(program: Program) -> str:
     lines = [
         f"program zero={program.zero} microbatches={program.microbatches} "
-        f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}",
+        f"placement={','.join(map(str, program.placement))} passes={','.join(program.passes)}"
+        + (f" encoding={','.join(map(str, program.encoding))}" if program.encoding else ""),
         *(
             f"unit {u} {name} reads {','.join(map(str, program.params[u]))} stage {program.stage_of(u)}"
             + (f" takes {','.join(map(str, program.inputs[u])) or '-'}" if program.inputs else "")
@@ -112,7 +113,7 @@ _UNIT = re.compile(r"unit (\d+) (\S+) reads ([\d,]+) stage (\d+)( takes ([\d,]+|
 def read_program(text: str) -> Program:
     """Read what ``write_program`` wrote; raises UserError with the number of a line that is not part of a program."""
     lines = text.splitlines()
-    form = r"program zero=(\d) microbatches=(\d+) placement=(\d+(?:,\d+)*) passes=([\w,]*)"
+    form = r"program zero=(\d) microbatches=(\d+) placement=(\d+(?:,\d+)*) passes=([\w,]*)(?: encoding=(\d+(?:,\d+)*))?"
     head = re.fullmatch(form, lines[0] if lines else "")
     if head is None:
         raise UserError("line 1: a program starts with 'program zero=Z microbatches=M placement=R,... passes=...'.")
@@ -155,4 +156,5 @@ def read_program(text: str) -> Program:
         inputs=tuple(inputs),
         resting=tuple(resting),
         sparse=tuple(sparse),
+        encoding=tuple(int(rank) for rank in (head[5] or "").split(",") if rank),
     )

@@ -139,7 +139,7 @@ def _machine(
     """The executor's units, with the traced ones on one pipeline rank."""
     plan = run.plan
     stages = tuple(tuple(unit for unit in units if unit in traced_units) for units in plan.stages)
-    alone = replace(plan, stages=stages, placement=(0,) * len(stages))
+    alone = replace(plan, stages=stages, placement=(0,) * len(stages), encoder="front")
     layouts = lay_out(
         tuple(specs),
         plan.mesh,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,17 +14,17 @@ class UnitValues:
     """Values in one run of a program, computed here or received.
 
     Args:
-        uses: how often this rank uses each value: in units that take it, and to send it on.
+        uses: for each microbatch, how often this rank uses each value: in units that take it, and to send it on.
     """
 
-    def __init__(self, uses: Mapping[int, int]) -> None:
+    def __init__(self, uses: Sequence[Mapping[int, int]]) -> None:
         self._uses = uses
         self._outputs: dict[Key, tuple[Tensor, int]] = {}
         self._gradients: dict[Key, Tensor] = {}
 
     def hold(self, value: int, m: int, output: Tensor) -> None:
         """Hold a value until its last use."""
-        self._outputs[value, m] = output, self._uses[value]
+        self._outputs[value, m] = output, self._uses[m][value]
 
     def use(self, value: int, m: int) -> Tensor:
         """Return a value and count one use; it is forgotten after the last. Raises KeyError if it is not held."""

@@ -88,7 +88,7 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
                     f"{parameter.axes}, another unit as {list(before.dims)} with {before.axes}; units that name the "
                     "same tensor share it, so give it one shape and the same axes, or another name."
                 )
-        units.append(Unit(spec.name, parameters, spec.inputs, spec.phase))
+        units.append(Unit(spec.name, parameters, spec.inputs, spec.phase, spec.is_encoder))
     check_phases(specs, where)
     outline = Outline(tuple(units), list_phases(specs), list_losses(specs))
     check_outputs(outline, where)

@@ -74,4 +74,4 @@ def join_decoder(
         build=partial(EmbeddingWithRows, shape, tuple(encoders)),
         inputs=(TOKENS, *(units[-1].name for units in encoders.values())),
     )
-    return (*(unit for units in encoders.values() for unit in units), joined, *others)
+    return (*(replace(unit, is_encoder=True) for units in encoders.values() for unit in units), joined, *others)

@@ -61,12 +61,14 @@ class Unit:
         inputs: names of the units whose outputs it takes, and of fields of the batch; if empty, it takes the output of
             the unit before.
         phase: in which it is trained, of a step of several phases.
+        is_encoder: whether it is part of an encoder, which ``plan.encoder`` places.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     inputs: tuple[str, ...] = ()
     phase: str = ""
+    is_encoder: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,11 @@ class Outline:
         return tuple(
             tuple(p for p in unit.parameters if owners[p.name] == number) for number, unit in enumerate(self.units)
         )
+
+    @property
+    def encoder(self) -> tuple[int, ...]:
+        """The units of encoders."""
+        return tuple(number for number, unit in enumerate(self.units) if unit.is_encoder)
 
     @property
     def sparse(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from superstep.errors import ConfigError
 from superstep.plan.config import LOOPED, ZERO_BUBBLE, PlanConfig, RunConfig, Schedule, setting_text
 from superstep.plan.model.outline import Outline
+from superstep.plan.sharding.encoder import check_encoder, count_in_front
 
 
 def divisors(number: int) -> list[int]:
@@ -27,9 +28,10 @@ def fill_plan(config: RunConfig, outline: Outline, world: int | None, *, is_ours
     """
     plan = config.plan
     plan = replace(plan, dp=_data_parallel(plan, world))
-    plan = replace(plan, schedule=_schedule(plan, len(outline.units) - 2, is_compiled=config.numerics.compile))
+    blocks = len(outline.units) - 2 - count_in_front(outline, plan)
+    plan = replace(plan, schedule=_schedule(plan, blocks, is_compiled=config.numerics.compile))
+    check_encoder(outline, plan)
     stages = plan.pp * plan.chunks
-    blocks = len(outline.units) - 2
     if 1 < stages > blocks:
         # Where even one rank cannot have so many chunks, it is the chunks that must come down.
         field, other = ("pp", plan.chunks) if plan.chunks <= max(blocks, 1) else ("chunks", min(plan.pp, blocks))

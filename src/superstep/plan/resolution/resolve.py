@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from superstep.errors import ConfigError
 from superstep.plan.config import (
     Context,
+    EncoderPlacement,
     Recompute,
     RunConfig,
     Schedule,
@@ -60,6 +61,7 @@ class Plan(ZeroStage):
         rules: which axes of parameters are cut.
         mtp_weight: of the loss of a second predicted token; None for one.
         snapshots: whether the step copies the state into memory that outlives the ranks.
+        encoder: where an encoder runs: unless in front, its units are the first stage, which every pipeline rank has.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
 
@@ -90,6 +92,7 @@ class Plan(ZeroStage):
     resting: tuple[int, ...] = ()
     sparse: tuple[int, ...] = ()
     phases: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    encoder: EncoderPlacement = "front"
 
     def list_phases(self) -> tuple[Plan, ...]:
         """The plan of each phase of a step, in their order; only itself for a step of one."""
@@ -104,6 +107,16 @@ class Plan(ZeroStage):
             )
             for number, (_, units) in enumerate(self.phases)
         ) or (self,)
+
+    @property
+    def encoders(self) -> tuple[int, ...]:
+        """The pipeline ranks that share an encoder."""
+        return () if self.encoder == "front" else tuple(range(self.mesh.pp))
+
+    def list_units_of(self, rank: int) -> tuple[int, ...]:
+        """The units that a pipeline rank computes."""
+        here = enumerate(zip(self.stages, self.placement, strict=True))
+        return tuple(unit for s, (units, at) in here if at == rank or (s == 0 and self.encoders) for unit in units)
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
@@ -225,7 +238,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     if config.state.recompute_every is not None:
         check_recompute(config, dp=plan.dp, has_experts=shape is not None and shape.moe is not None)
     stages = stages_of(config, shape, outline)
-    placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks)
+    placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks, in_front=len(stages) - plan.pp * plan.chunks)
     taken = list_taken_values(len(outline.names), outline.inputs)
     require_no_return(outline.names, stages, placement, taken)
     made = Plan(
@@ -253,6 +266,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         phases=_phases(outline),
         recomputed=outline.recomputed,
         inputs=outline.inputs,
+        encoder=plan.encoder,
         mtp_weight=None if shape is None else shape.mtp_weight,
         snapshots=config.state.snapshot_every is not None,
     )

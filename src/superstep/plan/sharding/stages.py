@@ -11,23 +11,28 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig, Schedule
 from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.sharding.encoder import check_rows, count_in_front
 from superstep.plan.sharding.unit_flops import forward_flops_per_token
 
 
-def place(schedule: Schedule, *, pp: int, chunks: int) -> tuple[int, ...]:
+def place(schedule: Schedule, *, pp: int, chunks: int, in_front: int = 0) -> tuple[int, ...]:
     """The pipeline rank of each stage.
 
     Stages go round the ranks (the loop of Narayanan 2021, fig. 4), with zb-v down and up again (Qi 2023, sec. 6):
 
         pp=3, chunks=2      loop  0 1 2 0 1 2       V  0 1 2 2 1 0
+
+    A stage in front, which all ranks have, counts as the first rank's.
     """
+    front = (0,) * in_front
     if schedule == "zb-v":
-        return (*range(pp), *reversed(range(pp)))
-    return tuple(range(pp)) * chunks
+        return (*front, *range(pp), *reversed(range(pp)))
+    return front + tuple(range(pp)) * chunks
 
 
 def stages_of(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[tuple[int, ...], ...]:
-    """The unit numbers of each stage: the plan's split, or the one whose largest stage has the least work.
+    """The unit numbers of each stage: the plan's split, or the one whose largest stage has the least work. An encoder
+    that every pipeline rank holds is a stage in front of them.
 
     Args:
         config: with a filled plan.
@@ -37,17 +42,19 @@ def stages_of(config: RunConfig, shape: ModelShape | None, outline: Outline) -> 
     Raises:
         ConfigError: the plan's numbers are not one for each stage, or do not add up to the units.
     """
-    plan, work = config.plan, _work(config, shape, outline)
+    plan, in_front = config.plan, count_in_front(outline, config.plan)
+    front = (tuple(range(in_front)),) if in_front else ()
+    work = _work(config, shape, outline)[in_front:]
     count = plan.pp * plan.chunks
     if plan.stages is None:
-        return _runs(even_split(work, count))
+        return check_rows(config, outline, (*front, *_runs(even_split(work, count), in_front)))
     if len(plan.stages) != count or sum(plan.stages) != len(work) or min(plan.stages) < 1:
         raise ConfigError(
             f"plan.stages = {list(plan.stages)} must have {count} numbers (plan.pp · plan.chunks), each at least 1, "
             f"that add up to {len(work)} units (the embedding, {len(work) - 2} blocks, the head); leave it out, or set "
             f"plan.stages to {list(even_split(work, count))}."
         )
-    return _runs(plan.stages)
+    return check_rows(config, outline, (*front, *_runs(plan.stages, in_front)))
 
 
 def _work(config: RunConfig, shape: ModelShape | None, outline: Outline) -> tuple[int, ...]:
@@ -111,6 +118,6 @@ def _smallest_limit(work: Sequence[int], before: Sequence[int], stages: int) -> 
     return bisect_left(range(before[-1]), x=True, lo=max(work), key=fits)
 
 
-def _runs(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def _runs(counts: Sequence[int], first: int) -> tuple[tuple[int, ...], ...]:
     ends = list(accumulate(counts))
-    return tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True))
+    return tuple(tuple(range(first + end - count, first + end)) for count, end in zip(counts, ends, strict=True))

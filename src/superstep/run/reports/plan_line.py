@@ -56,7 +56,8 @@ def _schedule(run: Resolved) -> list[str]:
     """The pipeline's schedule; empty without a pipeline."""
     plan = run.plan
     chunks = [f"chunks={plan.chunks}"] if plan.chunks > 1 else []
-    return [plan.schedule, *chunks] if plan.mesh.pp > 1 or chunks else []
+    encoder = [f"encoder={plan.encoder}"] if plan.encoders else []
+    return [plan.schedule, *chunks, *encoder] if plan.mesh.pp > 1 or chunks else []
 
 
 def _microbatches(run: Resolved) -> str:

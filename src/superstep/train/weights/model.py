@@ -98,7 +98,8 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
         return model_flops_per_token(run.decoder, run.config.data.sequence_tokens)
     if traced is not None and mesh.tp * mesh.cp > 1:
         # Work that is not cut runs on every rank, and must count once.
-        whole = replace(run.plan, mesh=MeshShape(), placement=(0,) * len(run.plan.stages), sequence_parallel=False)
+        here = (0,) * len(run.plan.stages)
+        whole = replace(run.plan, mesh=MeshShape(), placement=here, sequence_parallel=False, encoder="front")
         traced = operations(replace(run, plan=whole))
     if traced is None:
         return None

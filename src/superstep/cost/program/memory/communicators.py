@@ -58,7 +58,8 @@ def rank_groups(plan: Plan) -> Iterator[Sequence[int]]:
             made += [mesh.shard_groups(family), mesh.shard_groups(family), mesh.replica_groups(family)]
     if "experts" in plan.families:
         made += [mesh.expert_groups(), mesh.sequence_groups()]
-    made += [[(ranks[source], ranks[target]) for ranks in stages] for source, target, _ in routes(plan.placement)]
+    channels = routes(plan.placement, plan.encoders)
+    made += [[(ranks[source], ranks[target]) for ranks in stages] for source, target, _ in channels]
     made += [[[ranks[each] for each in places] for ranks in stages] for places in find_tied_places(plan)]
     return (ranks for groups in made for ranks in groups if len(ranks) > 1)
 
