@@ -30,7 +30,7 @@ from superstep.plan.zero import ZeroStage
 Keep = Literal["all", "selective", "input", "nothing"]
 Wire = Literal["act", "grad"]
 Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot"]
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +275,11 @@ class Program(ZeroStage):
     def pp(self) -> int:
         return len(self.ranks)
 
-    def list_by_microbatch(self, find: Callable[[int], Found]) -> tuple[Found, ...]:
+    def list_by_microbatch(self, find: Callable[[int], T]) -> tuple[T, ...]:
         """What ``find`` returns for each microbatch. Microbatches whose encoder is on one rank have it in common."""
         first = {rank: m for m, rank in reversed(list(enumerate(self.encoding or (0,) * self.microbatches)))}
-        found = {rank: find(m) for rank, m in first.items()}
-        return tuple(found[rank] for rank in self.encoding or (0,) * self.microbatches)
+        by_rank = {rank: find(m) for rank, m in first.items()}
+        return tuple(by_rank[rank] for rank in self.encoding or (0,) * self.microbatches)
 
     def place(self, stage: int, m: int) -> int:
         """The pipeline rank that computes a stage on a microbatch."""

@@ -34,7 +34,7 @@ def layouts(config: RunConfig, world: int) -> Iterator[Resolved]:
     """
     number = 0
     for mesh in _meshes(world):
-        for way in (*_ways(mesh), *_shared_encoders(config, mesh)):
+        for way in (*_ways(mesh), *_list_encoder_ways(config, mesh)):
             run = _first(config, _dealt(config, way, mesh, number), mesh, number, world)
             if run is not None:
                 number += 1
@@ -57,7 +57,7 @@ def _ways(mesh: MeshShape) -> Iterator[PlanConfig]:
         yield replace(schedules[at % len(schedules)], zero=zeros[(at + turn + at // len(zeros)) % len(zeros)])
 
 
-def _shared_encoders(config: RunConfig, mesh: MeshShape) -> Iterator[PlanConfig]:
+def _list_encoder_ways(config: RunConfig, mesh: MeshShape) -> Iterator[PlanConfig]:
     """An encoder on every pipeline rank; models without one are refused."""
     if mesh.pp > 1 and has_own_units(config.model):
         yield PlanConfig(schedule="1f1b", encoder="spread", zero=2 if mesh.dp > 1 else 0)
