@@ -252,6 +252,7 @@ _FAMILIES = [
         "queries and keys, a quarter of each head rotated; norms times 1 + weight; not served",
     ),
     ("`qwen3_next`", "Qwen3-Next", "the same with experts, dropless; a shared expert with a gate; not served"),
+    ("`qwen2_audio`", "Qwen2-Audio", "a Qwen2 that reads sounds, with the samples of `data.source`; not served"),
     ("`qwen3_vl`", "Qwen3-VL", "a Qwen3 that reads pictures, with the samples of `data.source`; not served"),
     ("`superstep_moe`", "only Superstep", "experts with any router"),
     ("`superstep_bias`", "only Superstep", "position biases: `model.positions`"),

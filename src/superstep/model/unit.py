@@ -67,7 +67,7 @@ class ParamSpec:
     gradient.
     """
     is_frozen: bool = False
-    """Whether it is not trained; the run's configuration sets it."""
+    """Whether it is not trained; the run's configuration sets it too."""
     sign_step: float | None = None
     """Of a statistic: its update adds its gradient's sign times this, instead."""
     stack: tuple[str, ...] = ()

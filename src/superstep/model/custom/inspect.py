@@ -165,6 +165,7 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             groups=getattr(layer, "groups", 1) if is_plain else 1,
             is_statistic=param.is_statistic,
             is_sparse=param.is_sparse,
+            is_frozen=param.is_frozen,
         )
 
 

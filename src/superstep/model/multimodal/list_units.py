@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from superstep.model.custom.user_model import load_units
+from superstep.model.multimodal.qwen2_audio import audio_language_units
 from superstep.model.multimodal.qwen3_vl import vision_language_units
 from superstep.model.unit import UnitSpec
 from superstep.plan.config import RunConfig
+from superstep.plan.model.multimodal.audio_shape import AudioLanguageShape
 from superstep.plan.model.multimodal.families import read_multimodal
+from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape
 
 
 def list_units(config: RunConfig) -> Sequence[UnitSpec]:
@@ -17,5 +20,10 @@ def list_units(config: RunConfig) -> Sequence[UnitSpec]:
     Raises:
         ConfigError: the file cannot be used.
     """
-    shape = read_multimodal(config)
-    return load_units(config) if shape is None else vision_language_units(shape)
+    match read_multimodal(config):
+        case None:
+            return load_units(config)
+        case VisionLanguageShape() as shape:
+            return vision_language_units(shape)
+        case AudioLanguageShape() as shape:
+            return audio_language_units(shape)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from superstep.model.axes import units as decoder_units
 from superstep.model.decoder import Embedding
-from superstep.model.unit import UnitSpec
+from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.model.shape import ModelShape
 
 TOKENS = "tokens"
@@ -75,3 +75,12 @@ def join_decoder(
         inputs=(TOKENS, *(units[-1].name for units in encoders.values())),
     )
     return (*(replace(unit, is_encoder=True) for units in encoders.values() for unit in units), joined, *others)
+
+
+def rename_parameters(unit: UnitSpec, old: str, new: str) -> UnitSpec:
+    """The unit with another beginning of its parameters' names, where they begin with ``old``."""
+
+    def rename(param: ParamSpec) -> ParamSpec:
+        return replace(param, name=new + param.name.removeprefix(old) if param.name.startswith(old) else param.name)
+
+    return replace(unit, params={local: rename(param) for local, param in unit.params.items()})

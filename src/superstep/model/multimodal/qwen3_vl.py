@@ -14,10 +14,10 @@ from torch import Tensor
 
 from superstep.model.axes import units as decoder_units
 from superstep.model.decoder import Attend, Block
-from superstep.model.multimodal.place_rows import TOKENS, join_decoder, place_rows
+from superstep.model.multimodal.place_rows import TOKENS, join_decoder, place_rows, rename_parameters
 from superstep.model.multimodal.vision import vision_units
 from superstep.model.rope import Rope
-from superstep.model.unit import ParamSpec, UnitSpec
+from superstep.model.unit import UnitSpec
 from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape
 from superstep.plan.model.shape import ModelShape
 
@@ -77,7 +77,9 @@ class BlockOfThree(Block):
 def vision_language_units(shape: VisionLanguageShape) -> tuple[UnitSpec, ...]:
     """The units of encoder and decoder."""
     rope = RopeOfThree(shape.decoder, shape.sections)
-    embed, *blocks, head = (_rename(unit) for unit in decoder_units(shape.decoder))
+    embed, *blocks, head = (
+        rename_parameters(unit, "model.", "model.language_model.") for unit in decoder_units(shape.decoder)
+    )
     return join_decoder(
         {shape.image_token: vision_units(shape.vision, "model.visual.")},
         shape.decoder,
@@ -90,10 +92,3 @@ def _block(shape: VisionLanguageShape, rope: Rope, layer: int, unit: UnitSpec) -
     deep = (TOKENS, f"vision.deepstack.{layer}") if layer < len(shape.vision.deepstack) else ()
     build = partial(BlockOfThree, shape.decoder, rope, layer, shape.image_token)
     return replace(unit, build=build, inputs=(before, POSITIONS, *deep), takes=("attend",))
-
-
-def _rename(unit: UnitSpec) -> UnitSpec:
-    def rename(param: ParamSpec) -> ParamSpec:
-        return replace(param, name=param.name.replace("model.", "model.language_model.", 1))
-
-    return replace(unit, params={local: rename(param) for local, param in unit.params.items()})

@@ -270,7 +270,7 @@ OTHER_LAYERS: dict[str, str] = {
 }
 """Model types with layers other than attention, and what these are."""
 
-MORE_THAN_TEXT = {"qwen3_vl": "pictures"}
+MORE_THAN_TEXT = {"qwen2_audio": "sounds", "qwen3_vl": "pictures"}
 """Model types of ``plan.model.multimodal``, and what they read beside text."""
 
 _GENERATION = (

@@ -45,7 +45,7 @@ def freeze_all(outline: Outline) -> Outline:
 
 def _freeze(outline: Outline, is_frozen: Callable[[Parameter], bool]) -> Outline:
     units = tuple(
-        replace(unit, parameters=tuple(replace(p, is_frozen=is_frozen(p)) for p in unit.parameters))
+        replace(unit, parameters=tuple(replace(p, is_frozen=p.is_frozen or is_frozen(p)) for p in unit.parameters))
         for unit in outline.units
     )
     return replace(outline, units=units)

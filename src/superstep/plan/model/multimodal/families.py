@@ -13,10 +13,12 @@ from typing import Any
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.model.hf_config import read_json
+from superstep.plan.model.multimodal.audio_shape import AudioLanguageShape
+from superstep.plan.model.multimodal.hf_qwen2_audio import read_qwen2_audio, write_qwen2_audio
 from superstep.plan.model.multimodal.hf_qwen3_vl import read_qwen3_vl, write_qwen3_vl
 from superstep.plan.model.multimodal.vision_shape import VisionLanguageShape
 
-MultimodalShape = VisionLanguageShape
+MultimodalShape = VisionLanguageShape | AudioLanguageShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,10 @@ class MultimodalFamily:
     write: Callable[[Any], dict[str, Any]]
 
 
-FAMILIES = {"qwen3_vl": MultimodalFamily(read_qwen3_vl, write_qwen3_vl)}
+FAMILIES = {
+    "qwen2_audio": MultimodalFamily(read_qwen2_audio, write_qwen2_audio),
+    "qwen3_vl": MultimodalFamily(read_qwen3_vl, write_qwen3_vl),
+}
 
 
 def find_family(model: ModelConfig) -> MultimodalFamily | None:

@@ -1,0 +1,67 @@
+"""Runs on text, sounds and both: Qwen2-Audio's encoder and decoder on every layout."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from sound_samples import SAMPLES, write_sounds
+from superstep.cli.main import main
+from superstep.model.multimodal.audio import number_sounds
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    write_sounds(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weights(folder):
+    return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
+
+
+def test_sounds_of_a_row_are_numbered():
+    frames = torch.tensor([[0, 1, 0, 1, 2, 3, 0, 0]])
+    numbers = torch.tensor([[0, 0, 0, 0, 0, 0, -1, -1]])
+    assert number_sounds(frames, numbers).tolist() == [[0, 0, 1, 1, 1, 1, -1, -1]]
+
+
+def test_every_layout_has_the_same_bits(here, capfd):
+    assert main(["prove", "run.toml", "--exact", "--all", "--world", "4"]) == 0
+    assert " 0 with other bits" in capfd.readouterr().out
+
+
+def test_tensor_parallel_ranks_share_encoder_and_decoder(here, capfd):
+    tp = ["--plan.tp", "2", "--plan.dp", "1", "--plan.zero", "0", "--plan.sequence-parallel", "false"]
+    assert main(["prove", "run.toml", *tp]) == 0
+    assert "PROVEN: tp=2" in capfd.readouterr().out
+
+
+def test_a_run_goes_on_with_the_same_bits(here):
+    assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
+    shutil.copytree("whole", "run")
+    shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
+    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
+    assert weights("run") == weights("whole")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("audio_token=SOUND", "audio_token=29"), "at the tokens [29], and the samples' PLACEHOLDERS has [30]"),
+        (("(SOUND, 4)", "(SOUND, 2)"), "samples have room for 24 of these tokens"),
+        (("places=12", "places=4"), "a sound of 1920 samples has 12 frames of 160, and the encoder takes 4 to 8"),
+        (("(sum(sounds) // 4,)", "(sum(sounds) // 8,)"), "PLACEHOLDERS"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_in_one_line(tmp_path, monkeypatch, capfd, change, says):
+    monkeypatch.chdir(tmp_path)
+    write_sounds(tmp_path, SAMPLES.replace(*change))
+    assert main(["prove", "run.toml", "--plan.dp", "1", "--plan.zero", "0"]) == 2
+    err = capfd.readouterr().err
+    if says != "PLACEHOLDERS":
+        assert says in err
+    assert re.fullmatch(r"superstep: [^\n]+\n", err)
