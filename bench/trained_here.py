@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,7 +42,14 @@ class TrainedModel:
     steps: int
 
 
-def train_here(world: World, config: RunConfig, *, seconds: float | None = None, validations: int = 1) -> TrainedModel:
+def train_here(
+    world: World,
+    config: RunConfig,
+    *,
+    seconds: float | None = None,
+    validations: int = 1,
+    judge: Callable[[UnitGraph], float] | None = None,
+) -> TrainedModel:
     """Train a recipe on this rank.
 
     Args:
@@ -50,6 +57,7 @@ def train_here(world: World, config: RunConfig, *, seconds: float | None = None,
         config: the recipe's; its layout is left out.
         seconds: how long to train; the number of steps follows from the first ones. None takes the recipe's steps.
         validations: how many, evenly over the run.
+        judge: the loss of a model; None for the recipe's own validation.
     """
     run = resolve_config(replace(config, plan=PlanConfig(dp=1, device=world.device.kind)))
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
@@ -66,13 +74,19 @@ def train_here(world: World, config: RunConfig, *, seconds: float | None = None,
         parts = microbatches_of(batch, run.plan, mesh)
         engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=rate(train, step))
         if (step + 1) * validations // train.steps > step * validations // train.steps:
-            losses.append(validate(engine, run, source))
-    model = UnitGraph(units_of(run), train.seed).to(world.device.torch)
+            losses.append(validate(engine, run, source) if judge is None else judge(copy_model(engine, run)))
+    model = copy_model(engine, run)
+    mesh.destroy()
+    return TrainedModel(model, losses, train.steps)
+
+
+def copy_model(engine: Engine, run: Resolved) -> UnitGraph:
+    """The whole model as it is now, of an engine of one rank."""
+    model = UnitGraph(units_of(run), run.config.train.seed).to(engine.mesh.device.torch)
     with torch.no_grad():
         for piece in engine.pieces(("weight",)):
             model.parts[piece.name][1].copy_(piece.values.view(piece.shape))
-    mesh.destroy()
-    return TrainedModel(model, losses, train.steps)
+    return model
 
 
 def fit_steps(train: TrainConfig, seconds: float, step_s: float) -> TrainConfig:

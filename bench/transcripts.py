@@ -3,11 +3,11 @@
     python recipes/fetch_prompts.py . runs/prompts
     python -m bench.transcripts [--seeds 0 1 2] [--device cuda --compute bf16] [--out bench/results/transcripts.json]
 
-Both sides are the same model on the same samples; without sound all frames are 0. Losses are in nats for each letter of
-held-out prompts with words that no training prompt has: the lowest of each run's validations. The trained model writes
-each held-out prompt down, its likeliest letter at a time, at most 25 letters a second. The error rate is the number of
-letters to change, insert or delete, to the number of letters; its interval is the middle 95% of 2,000 samples of the
-prompts with replacement.
+Both sides are the same model on the same samples; without sound all frames are 0. Losses are the decoder's, in nats for
+each letter of held-out prompts with words that no training prompt has: the lowest of each run's validations. Then the
+trained model writes each held-out prompt down, its likeliest letter at a time, at most 25 letters a second. The error
+rate is the number of letters to change, insert or delete, to the number of letters; its interval is the middle 95% of
+2,000 samples of the prompts with replacement.
 """
 
 from __future__ import annotations
@@ -16,19 +16,23 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bench.machine import write_result
 from bench.trained_here import train_here
 from superstep.launch.ranks import World, launch_on
 from superstep.model.unit import UnitGraph
+from superstep.numerics.loss import IGNORE
 from superstep.plan.config_io import read_config
 from superstep.plan.user_file import run_file
 
@@ -47,32 +51,46 @@ def sample(split, index, noise):
     fields = heard.sample(split, index, noise)
     return fields | {{"mel": 0 * fields["mel"]}}
 '''
-FASTEST, RESAMPLES, VALIDATIONS = 25, 2000, 12
+FASTEST, RESAMPLES, VALIDATIONS = 25, 2000, 4
+
+
+def read_held_out(recipe: ModuleType, device: str) -> dict[str, Tensor]:
+    """The fields of all held-out samples, each in a row of its own. Targets of the padding are IGNORE."""
+    samples = [recipe.sample("validation", n, np.random.default_rng(0)) for n in range(recipe.length("validation"))]
+    fields = {}
+    for name, fill in (("mel", 0), ("tokens", 0), ("target", IGNORE)):
+        parts = [each[name] for each in samples]
+        fields[name] = pad_sequence(parts, batch_first=True, padding_value=fill).to(device)
+        sizes = torch.tensor([len(each) for each in parts], device=device)
+        places = torch.arange(fields[name].shape[1], device=device)
+        fields[f"{name}.sample"] = -(places >= sizes[:, None]).long()  # 0 in the sample, -1 in the padding
+    return fields
 
 
 @torch.no_grad()
-def write_down(model: UnitGraph, recipe: ModuleType, device: str) -> Iterator[tuple[str, str]]:
+def held_out_loss(model: UnitGraph, fields: Mapping[str, Tensor]) -> float:
+    """The decoder's loss for each letter, in nats."""
+    logits, target = model(dict(fields))[..., :-1], fields["target"]
+    return float(F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE))
+
+
+@torch.no_grad()
+def write_down(model: UnitGraph, recipe: ModuleType, fields: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """What each held-out prompt says, and what the model hears."""
-    samples = [recipe.sample("validation", n, np.random.default_rng(0)) for n in range(recipe.length("validation"))]
-    mel = torch.nn.utils.rnn.pad_sequence([each["mel"] for each in samples], batch_first=True).to(device)
-    sizes = torch.tensor([len(each["mel"]) for each in samples])
-    numbers = -(torch.arange(mel.shape[1]) >= sizes[:, None]).long().to(device)  # 0 in the sample, -1 in the padding
-    first = next(n for n, unit in enumerate(model.units) if isinstance(unit, torch.nn.Embedding))
-    stem, *encoder = model.units[:first]
-    embed, *blocks, head = model.units[first:]
-    sounds = stem(mel, numbers)
-    for block in encoder:
-        sounds = block(sounds, numbers)
-    letters = torch.zeros(len(samples), 1, dtype=torch.long, device=device)
-    while letters.shape[1] <= recipe.CAPACITY["tokens"] and not bool((letters[:, 1:] == 0).any(1).all()):
-        x: Tensor = embed(letters)
-        for block in blocks:
-            x = block(x, sounds, torch.zeros_like(letters), numbers)
-        letters = torch.cat([letters, head(x[:, -1]).argmax(-1, keepdim=True)], 1)
-    for each, row in zip(samples, letters[:, 1:].tolist(), strict=True):
+    *encoder, find, read, block, write = model.units
+    sounds, numbers = fields["mel"], fields["mel.sample"]
+    for unit in encoder:
+        sounds = unit(sounds, numbers)
+    letters = torch.zeros(len(sounds), 1, dtype=torch.long, device=sounds.device)
+    most = (numbers == 0).sum(1) * recipe.HOP * FASTEST // recipe.RATE
+    while not bool(((letters[:, 1:] == 0).any(1) | (most < letters.shape[1])).all()):
+        beside = find(sounds, numbers, letters, torch.zeros_like(letters))
+        logits = write(block(read(letters, beside)), beside)[:, -1, :-1]
+        letters = torch.cat([letters, logits.argmax(-1, keepdim=True)], 1)
+    for target, row, count in zip(fields["target"], letters[:, 1:].tolist(), most.tolist(), strict=True):
         written = "".join(recipe.LETTERS[letter] for letter in row).partition(recipe.LETTERS[0])[0]
-        said = "".join(recipe.LETTERS[letter] for letter in each["target"][:-1].tolist())
-        yield said, written[: len(each["mel"]) * recipe.HOP * FASTEST // recipe.RATE]
+        said = "".join(recipe.LETTERS[letter] for letter in target[target > 0].tolist())
+        yield said, written[:count]
 
 
 def count_edits(said: str, written: str) -> int:
@@ -98,6 +116,7 @@ def error_rate(pairs: Sequence[tuple[str, str]]) -> dict[str, float | list[float
 def compare(world: World, options: argparse.Namespace) -> list[dict[str, object]]:
     """Both sides of each seed, one after another."""
     recipe, rows = run_file(RECIPE.with_suffix(".py"), "audio_transcripts"), []
+    held_out = read_held_out(recipe, str(world.device.torch))
     for number, seed in enumerate(options.seeds):
         config, trained = read_config(RECIPE), {}
         for place, (name, data) in enumerate({"sound": RECIPE.with_suffix(".py"), "silent": options.silent}.items()):
@@ -110,9 +129,11 @@ def compare(world: World, options: argparse.Namespace) -> list[dict[str, object]
             # Sides that are left share the time that is left.
             left = 2 * (len(options.seeds) - number) - place
             seconds = None if options.until is None else (options.until - time.time()) / left
-            trained[name] = train_here(world, one, seconds=seconds, validations=VALIDATIONS)
+            fields = held_out if name == "sound" else held_out | {"mel": 0 * held_out["mel"]}
+            judge = partial(held_out_loss, fields=fields)
+            trained[name] = train_here(world, one, seconds=seconds, validations=VALIDATIONS, judge=judge)
         lowest = {name: min(each.validations) for name, each in trained.items()}
-        pairs = list(write_down(trained["sound"].model, recipe, str(world.device.torch)))
+        pairs = list(write_down(trained["sound"].model, recipe, held_out))
         rows.append(
             {"seed": seed, "less": round(1 - lowest["sound"] / lowest["silent"], 4), **lowest}
             | {"steps": trained["sound"].steps, **error_rate(pairs)}
@@ -120,6 +141,7 @@ def compare(world: World, options: argparse.Namespace) -> list[dict[str, object]
             | {"examples": pairs[:: max(1, len(pairs) // 8)]}
         )
         print(json.dumps(rows[-1]), flush=True)
+        write_result(options.out, runs=rows)
     return rows
 
 
@@ -135,8 +157,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.silent = Path(folder) / "silent.py"
         options.silent.write_text(SILENT.format(recipe=RECIPE.with_suffix(".py")), encoding="utf-8")
-        rows = launch_on(options.device, 1, compare, options)
-    write_result(options.out, runs=rows)
+        launch_on(options.device, 1, compare, options)
 
 
 if __name__ == "__main__":

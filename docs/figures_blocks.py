@@ -50,6 +50,11 @@ FIGURES: dict[str, Figure] = {
         "bench.gan runs/gan0 runs/gan1 runs/gan2 runs/lenet --out bench/results/gan.json",
         "2026-11-27",
     ),
+    "language.json": Figure(
+        "the language of held-out spoken prompts, five languages",
+        "bench.language runs/audio_language --out bench/results/language.json",
+        "2026-11-27",
+    ),
     "linear_attention.json": Figure(
         "linear attention over two ranks compared with one, 8,192 tokens",
         "bench.linear_attention --rounds 2",

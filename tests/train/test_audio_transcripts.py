@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.transcripts import count_edits, error_rate, write_down
+from bench.transcripts import count_edits, error_rate, held_out_loss, read_held_out, write_down
 from prompts import write_prompts
 from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
@@ -36,16 +36,15 @@ def rows(here):
     return [lay_row(each, samples.fields) for each in ([read[0]], [read[1]], read)]
 
 
-def test_a_sample_is_prompts_one_after_another_with_their_words(here):
+def test_a_sample_is_a_prompt_with_its_words(here):
     check_pure(open_samples(f"{NAME}.py"), seed=0)
     recipe = load_recipe("audio_transcripts")
-    index = next(n for n in range(50) if len(recipe.parts("train", n)) == 3)
-    sample, sizes = recipe.sample("train", index, np.random.default_rng(0)), recipe.size("train", index)
+    sample, sizes = recipe.sample("train", 3, np.random.default_rng(0)), recipe.size("train", 3)
     assert {name: len(values) for name, values in sample.items()} == sizes
     said = "".join(recipe.LETTERS[letter] for letter in sample["target"].tolist())
-    assert said == " ".join(prompt["text"] for prompt, _ in recipe.parts("train", index)) + recipe.LETTERS[0]
+    assert said == recipe.part("train", 3)[0]["text"] + recipe.LETTERS[0]
     assert torch.equal(sample["tokens"][1:], sample["target"][:-1])
-    assert {speed for n in range(50) for _, speed in recipe.parts("train", n)} == {*recipe.SPEEDS}
+    assert {recipe.part("train", n)[1] for n in range(50)} == {*recipe.SPEEDS}
 
 
 def test_the_decoder_sees_its_own_sample_and_the_letters_before_alone(rows):
@@ -95,6 +94,8 @@ def test_wrong_letters_are_counted_with_their_interval(here):
     assert low < 6 / 15 < high
     recipe = load_recipe("audio_transcripts")
     model = UnitGraph(recipe.units(RunConfig(model=ModelConfig(width=16, heads=2, layers=1))), seed=0)
-    pairs = list(write_down(model, recipe, "cpu"))
+    fields = read_held_out(recipe, "cpu")
+    assert 1 < held_out_loss(model, fields) < 10
+    pairs = list(write_down(model, recipe, fields))
     assert [said for said, _ in pairs] == ["validation a", "validation f"]
     assert all({*written} <= {*recipe.LETTERS} for _, written in pairs)

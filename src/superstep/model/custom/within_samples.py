@@ -40,15 +40,18 @@ def attend_within(
     return fused_attention(q_BNSH, k_BKTH, v_BKTH, is_visible_BST[:, None]).transpose(1, 2)
 
 
-def neighbours_within(x_BSD: Tensor, numbers_BS: Tensor) -> Tensor:
-    """Each place with those before and behind it, [B, S, 3 · D]; zero where these are of another sample.
+def neighbours_within(x_BSD: Tensor, numbers_BS: Tensor, reach: int = 1) -> Tensor:
+    """Each place with ``reach`` places before and behind it, in their order, [B, S, (2 · reach + 1) · D]; zero where
+    these are of another sample.
 
-    A linear layer of it is a convolution of width 3, padded with zeros at both ends of each sample.
+    A linear layer of it is a convolution of that width, padded with zeros at both ends of each sample.
     """
-    is_next_BS1 = (numbers_BS[:, 1:] == numbers_BS[:, :-1]).unsqueeze(-1)
-    before = F.pad(x_BSD[:, :-1] * is_next_BS1, (0, 0, 1, 0))
-    behind = F.pad(x_BSD[:, 1:] * is_next_BS1, (0, 0, 0, 1))
-    return torch.cat([before, x_BSD, behind], -1)
+    before, behind = [], []
+    for far in range(1, reach + 1):
+        is_own_BS1 = (numbers_BS[:, far:] == numbers_BS[:, :-far]).unsqueeze(-1)
+        before.append(F.pad(x_BSD[:, :-far] * is_own_BS1, (0, 0, far, 0)))
+        behind.append(F.pad(x_BSD[:, far:] * is_own_BS1, (0, 0, 0, far)))
+    return torch.cat([*before[::-1], x_BSD, *behind], -1)
 
 
 def positions_within(numbers_BS: Tensor) -> Tensor:
