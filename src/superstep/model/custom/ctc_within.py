@@ -36,7 +36,8 @@ def prefixes_within(logp_BSV: Tensor, numbers_BS: Tensor, letters_BT: Tensor, le
     read_BST = logp_BSV.gather(2, letters_BT[:, None].expand(-1, logp_BSV.shape[1], -1))
     read_BST = read_BST.masked_fill(~is_own_BST | is_none_BT[:, None], NEVER)
     blank_BST = logp_BSV[..., :1].masked_fill(~is_own_BST, NEVER)
-    return _count_ways(read_BST, blank_BST, is_repeated_BT, is_none_BT, is_first_BS)[2]
+    ways: Tensor = _count_ways(read_BST, blank_BST, is_repeated_BT, is_none_BT, is_first_BS)
+    return ways[2]
 
 
 @torch.library.custom_op("superstep::ctc_ways", mutates_args=())

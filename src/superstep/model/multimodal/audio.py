@@ -58,7 +58,8 @@ class AudioStem(nn.Module):
         sounds_BF = number_sounds(frames_BF, numbers_BF)
         x_BFD = F.gelu(self.conv1(mel_BFC, sounds_BF))
         x_BSD: Tensor = F.gelu(self.conv2(x_BFD, sounds_BF, 2))
-        return x_BSD + self.embed_positions(frames_BF[:, ::2] // 2)
+        place_BSD: Tensor = self.embed_positions(frames_BF[:, ::2] // 2)
+        return x_BSD + place_BSD
 
 
 class AudioAttention(nn.Module):
