@@ -19,6 +19,7 @@ pytestmark = pytest.mark.multiproc
 
 SIZES = (0, 1, 3, 1000, 16 * 1024, 16 * 1024 + 1, 70_001, 300_000)
 """Elements: nothing, less than a vector, about what goes in one step, more than a slot, and than all slots."""
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def drawn(rank, count, dtype, seed=0):
@@ -28,19 +29,36 @@ def drawn(rank, count, dtype, seed=0):
 
 
 def in_order(parts, seats=None):
-    """The sum in rank order: of bf16 in fp32, rounded once. With several hosts, of the sums of each."""
+    """The sum in rank order: of bf16 and fp16 in fp32, rounded once. With several hosts, of the sums of each."""
     if seats:
         return in_order([in_order(parts[first : first + seats]) for first in range(0, len(parts), seats)])
-    total = parts[0].float() if parts[0].dtype == torch.bfloat16 else parts[0].clone()
+    total = parts[0].float() if parts[0].dtype in HALVES else parts[0].clone()
     for part in parts[1:]:
         total += part
     return total.to(parts[0].dtype)
 
 
+def _sum_halves(rank, world):
+    """All numbers of fp16, and after each of them a number that makes it overflow, vanish or round."""
+    group = group_of(rank, world)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    generator = torch.Generator().manual_seed(0)
+    others = every[torch.randint(0, 2**16, (2**16,), generator=generator)]
+    for other in (torch.zeros_like(every), others, torch.full_like(every, 2.0**-24)):
+        summed = (every, other)[rank].clone()
+        dist.all_reduce(summed, group=group)
+        assert torch.equal(summed.nan_to_num(nan=7.0), (every.float() + other.float()).half().nan_to_num(nan=7.0))
+    dist.destroy_process_group(group)
+
+
+def test_sums_of_fp16_round_as_torch_rounds(pool):
+    pool.run(2, _sum_halves)
+
+
 def _every_collective(rank, world, seats=None):
     group = group_of(rank, world, seats=seats)
     assert dist.get_backend(group) == ("two_levels" if seats else "shared")
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.uint8):
+    for dtype in (torch.float32, torch.float64, *HALVES, torch.int32, torch.int64, torch.uint8):
         for count in SIZES if dtype in (torch.float32, torch.bfloat16) else SIZES[:4]:
             each = [drawn(r, world * count, dtype, seed=1) for r in range(world)]
             own, mine = each[rank], slice(rank * count, (rank + 1) * count)

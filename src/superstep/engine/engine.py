@@ -13,13 +13,16 @@ from superstep.engine.flat.rank_state import RankState
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.metrics.token_metrics import Score, TokenMetrics, require_divisor
+from superstep.engine.overflow import UnitOverflows
 from superstep.engine.phase import EnginePhase, build_phases, merge_results
 from superstep.engine.router_counts import ExpertRouting
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
+from superstep.engine.step_update import OVERFLOW
 from superstep.engine.values.microbatch import Microbatch
 from superstep.launch.stop_request import StopRequest
 from superstep.model.unit import Fields, UnitSpec
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
+from superstep.numerics.loss_scale import LossScale
 from superstep.numerics.objective import CROSS_ENTROPY, Objective
 from superstep.numerics.own_loss import OwnLoss, load_loss
 from superstep.plan.resolution.resolve import Resolved
@@ -117,6 +120,7 @@ class Engine(RankState):
         update = UpdateArguments(
             valid_tokens=valid_tokens, lr=lr, divisor=divisor, inspect=inspect, judge=judge, stop=stop or StopRequest()
         )
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale.factor
         results = []
         for phase, program in zip(self._phases, programs, strict=True):
             self.newest_program, self.resting = program, phase.plan.resting
@@ -124,7 +128,8 @@ class Engine(RankState):
                 program=program,
                 microbatches=microbatches,
                 metrics=self._watch(objective or self._objective, microbatches, phase=phase),
-                scale=1.0 / divisor,
+                scale=loss_scale / divisor,
+                loss_scale=loss_scale,
                 number=number,
                 is_training=True,
                 update=update,
@@ -132,7 +137,9 @@ class Engine(RankState):
             )
             results.append(self._run_phase(phase, context))
         merged = merge_results(self._phases, results)
-        self._routing.end(is_counted=not merged.refused)
+        if merged.refused == OVERFLOW:
+            merged = replace(merged, refused=f"{OVERFLOW}: {self._find_overflow(microbatches)}")
+        self._routing.end(is_counted=not (merged.refused or merged.is_skipped))
         return merged
 
     def _run_phase(self, phase: EnginePhase, context: StepContext) -> StepResult:
@@ -185,11 +192,36 @@ class Engine(RankState):
         metrics = self._watch(objective, microbatches)
         return metrics.totals(self._evaluate(metrics, microbatches))
 
-    def _evaluate(self, metrics: TokenMetrics, microbatches: Sequence[Microbatch]) -> torch.Tensor:
+    def _find_overflow(self, microbatches: Sequence[Microbatch]) -> str:
+        """The unit where a step that has overflowed did so first: forward, else on the way back. Every rank calls this
+        together.
+        """
+        units, device, world = self.run.plan.units, self.mesh.device.torch, self.mesh.world
+        gradients = UnitOverflows(len(units), device)
+        for unit, b in self.each_buffer():
+            if not b.is_frozen:
+                gradients.see(unit, b.reduced)
+        outputs = UnitOverflows(len(units), device)
+        bare = [_bare(m) for m in microbatches]
+        self._evaluate(self._watch(CROSS_ENTROPY, bare), bare, outputs.see)
+        if forward := outputs.list_units(world):
+            return f"the first unit whose output is not finite is '{units[forward[0]]}'."
+        if backward := gradients.list_units(world):
+            return f"the first unit, from the last one on, whose gradient is not finite is '{units[backward[-1]]}'."
+        return "a second pass over the batch did not."
+
+    def _evaluate(
+        self,
+        metrics: TokenMetrics,
+        microbatches: Sequence[Microbatch],
+        see_output: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """Run the evaluation program; the loss, summed over this rank's tokens."""
         _, program = self._programs(len(microbatches))
         number = self.optimizer.steps
-        context = StepContext(program=program, microbatches=microbatches, metrics=metrics, number=number)
+        context = StepContext(
+            program=program, microbatches=microbatches, metrics=metrics, number=number, see_output=see_output
+        )
         loss = self._executor.run(context).loss
         self._routing.end(is_counted=False)
         return loss
@@ -211,14 +243,20 @@ class Engine(RankState):
         self._evaluate(metrics, microbatches)
         return metrics
 
-    def note_loaded(self, steps: int) -> None:
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """Of the next step; None but in fp16."""
+        return self._update.loss_scale
+
+    def note_loaded(self, steps: int, loss_scale: LossScale | None = None) -> None:
         """Call this after the state was written from outside: parameters are refreshed from the master weights.
 
         Args:
-            steps: updates that the optimizer has made.
+            steps: of the training so far.
+            loss_scale: after them; None means the first one of fp16.
         """
         for phase in self._phases:
-            phase.update.optimizer.steps = steps
+            phase.update.load(steps, loss_scale)
         for _, b in self.each_buffer():
             if not b.shards_optimizer:
                 b.refresh()

@@ -301,6 +301,8 @@ class Executor:
         module = (self._machine.selective if is_selective else self._machine.compute)[unit]
         with torch.set_grad_enabled(keeps_graph):
             y = module(inputs, flight.sights[m])
+            if context.see_output is not None:
+                context.see_output(unit, y)
             if unit == self._last_unit:
                 aim = context.metrics.aim(context.microbatches[m], m, is_observed=not is_again)
                 y = self._machine.loss(y, aim, context.scale)

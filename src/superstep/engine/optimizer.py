@@ -63,7 +63,8 @@ class Optimizer:
 
     Attributes:
         hyper: the settings of the next update.
-        steps: updates so far.
+        steps: of the training so far.
+        skipped: those of them without an update.
         watcher: if set, units are updated in sequence, and it is called for each.
     """
 
@@ -81,7 +82,7 @@ class Optimizer:
         self.hyper = hyper
         self._world = world
         self._is_exact = is_exact
-        self.steps = 0
+        self.steps = self.skipped = 0
         self.watcher: UpdateObserver | None = None
         self._of_unit = [_parts([unit]) for unit in units]
         self._of_all = _parts(units)
@@ -128,34 +129,46 @@ class Optimizer:
         total: list[float] = sum_over(mine, self._world).tolist()
         return total[0], total[1 + len(flags) :], [each > 0 for each in total[1 : 1 + len(flags)]]
 
-    def step(self, lr: float, norm: float) -> None:
+    def skip(self) -> None:
+        """Count a step without an update."""
+        self.steps += 1
+        self.skipped += 1
+
+    def unscale(self, loss_scale: float) -> None:
+        """Divide the gradients by the loss scale in place, for whoever reads them before the update."""
+        for buffers in (unit.buffers for unit in self._units):
+            if buffers.layout.family != "statistics":
+                buffers.reduced.mul_(1.0 / loss_scale)
+
+    def step(self, lr: float, norm: float, loss_scale: float = 1.0) -> None:
         """Update the master weights.
 
         Args:
             lr: the learning rate.
             norm: the global gradient norm; above ``clip_norm`` the gradients are scaled down to it.
+            loss_scale: a factor of the gradients, but not of ``norm``.
         """
         self.steps += 1
         if self.watcher is None:
-            self._update_all(self._of_all, lr, norm)
-            self._update_rows(self._units, lr, norm)
+            self._update_all(self._of_all, lr, norm, loss_scale)
+            self._update_rows(self._units, lr, norm, loss_scale)
             _add_statistics(self._units)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
-                self._update_all(updates, lr, norm)
-                self._update_rows([unit], lr, norm)
+                self._update_all(updates, lr, norm, loss_scale)
+                self._update_rows([unit], lr, norm, loss_scale)
                 _add_statistics([unit])
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
             if not unit.buffers.shards_optimizer:
                 unit.buffers.refresh()
 
-    def _update_all(self, halves: tuple[Parts, Parts], lr: float, norm: float) -> None:
+    def _update_all(self, halves: tuple[Parts, Parts], lr: float, norm: float, loss_scale: float) -> None:
         """Update the parameters with weight decay, and those without."""
-        scale = max(norm / self.hyper.clip_norm, 1.0)
+        scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         for (params, grads, moments), decay in zip(halves, (self.hyper.weight_decay, 0.0), strict=True):
-            now = UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps)
+            now = UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps - self.skipped)
             if self._rule.fused is None or self._is_exact:
                 for tensors in zip(params, grads, *moments, strict=True):
                     # Temporaries of an update are as large as its block.
@@ -164,9 +177,9 @@ class Optimizer:
             elif params:
                 self._rule.fused(params, grads, moments, self.hyper, now)
 
-    def _update_rows(self, units: Sequence[OwnedRanges], lr: float, norm: float) -> None:
+    def _update_rows(self, units: Sequence[OwnedRanges], lr: float, norm: float, loss_scale: float) -> None:
         """Update touched rows of tables with sparse gradients: by SGD, as other rules move rows without a gradient."""
-        scale = max(norm / self.hyper.clip_norm, 1.0)
+        scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         for buffers in (unit.buffers for unit in _list_sparse(units)):
             assert buffers.touched is not None
             table, grads = map(buffers.touched.rows_of, (buffers.master, buffers.reduced))

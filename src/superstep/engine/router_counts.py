@@ -107,6 +107,7 @@ class ExpertRouting:
         self.exchange.now = DispatchContext(
             sequences=tuple(range(first, first + rows)),
             batch_sequences=count * rows * self._mesh.shape.dp,
+            loss_scale=context.loss_scale,
             seed=self._seed,
             step=context.noise_step,
         )

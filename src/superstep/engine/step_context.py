@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.metrics.token_metrics import TokenMetrics
 from superstep.engine.values.microbatch import Microbatch
@@ -48,21 +50,25 @@ class StepContext:
         program: of every rank.
         microbatches: of this data-parallel rank, in order.
         metrics: the loss, and metrics of the tokens.
-        scale: factor of the loss's gradient: one over the divisor of the whole step.
+        scale: factor of the loss's gradient: the loss scale over the divisor of the whole step.
+        loss_scale: of fp16; else 1.
         number: of the training step that the run is part of, or follows.
         is_training: whether dropout and routers draw as in training.
         update: of a ``Step`` in the program.
         record: records when each instruction ran.
+        see_output: called with the number of a unit, and what it returned.
     """
 
     program: Program
     microbatches: Sequence[Microbatch]
     metrics: TokenMetrics
     scale: float = 1.0
+    loss_scale: float = 1.0
     number: int = 0
     is_training: bool = False
     update: UpdateArguments | None = None
     record: Recorder | None = None
+    see_output: Callable[[int, Tensor], None] | None = None
 
     @property
     def noise_step(self) -> int | None:
@@ -82,6 +88,7 @@ class StepResult:
         is_copy_refused: whether a snapshot for the disk was damaged.
         measures: of the objective over counted tokens, by name.
         refused: why the update was rejected; empty if it was made.
+        is_skipped: there was no update, as the gradient overflowed in fp16; the next loss scale is smaller.
     """
 
     loss: float
@@ -91,3 +98,4 @@ class StepResult:
     is_copy_refused: bool = False
     measures: Mapping[str, float] = field(default_factory=dict)
     refused: str = ""
+    is_skipped: bool = False

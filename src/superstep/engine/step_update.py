@@ -10,14 +10,19 @@ from torch import Tensor
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.metrics.token_metrics import WEIGHTS_MEND
 from superstep.engine.optimizer import Optimizer, OwnedRanges
-from superstep.engine.step_context import StepContext, StepResult
+from superstep.engine.step_context import StepContext, StepResult, UpdateArguments
 from superstep.errors import Fault
 from superstep.monitor.status_page import HeartbeatReceiver
 from superstep.numerics.fixed_point import OutOfRange, RangeExcess
+from superstep.numerics.loss_scale import LossScale, first_scale
 from superstep.numerics.update_rules import RULES, OptimizerSettings
 from superstep.plan.config import TrainConfig
+from superstep.plan.loss_scale import LossScaleConfig
 from superstep.program.instructions import Step
 from superstep.program.text import describe
+
+OVERFLOW = "fp16 overflows at the least loss scale"
+"""Why a step is rejected that cannot be skipped."""
 
 
 class StepUpdate:
@@ -33,6 +38,7 @@ class StepUpdate:
     Attributes:
         optimizer: of the trained buffers.
         measures: the objective's measures of the newest step, also available in ``inspect``.
+        loss_scale: of the next step; None but in fp16.
     """
 
     def __init__(
@@ -43,6 +49,9 @@ class StepUpdate:
         heart: HeartbeatReceiver,
         resting: Sequence[int] = (),
     ) -> None:
+        config = state.run.config
+        self._scale_settings = config.loss_scale or LossScaleConfig()
+        self.loss_scale = first_scale(self._scale_settings) if config.numerics.compute == "fp16" else None
         self._lr_share = train.lr / state.run.config.train.lr
         self._state, self.excess, self._heart = state, excess, heart
         self.measures: Mapping[str, float] = {}
@@ -83,7 +92,7 @@ class StepUpdate:
             square, sums, flags = self.optimizer.sums(mine, self.excess, own_flags)
             self._heart.works()
             self.measures = context.metrics.decode(sums)
-            loss_value, norm, refused = sums[0] / arguments.divisor, math.sqrt(square), ""
+            loss_value, norm, refused = sums[0] / arguments.divisor, math.sqrt(square) / context.loss_scale, ""
         except OutOfRange as error:
             if arguments.judge is None:
                 mend = "" if context.metrics.is_plain else f" {WEIGHTS_MEND}"
@@ -91,12 +100,13 @@ class StepUpdate:
                 raise Fault(f"{error}{mend}", rank=rank, step=step, instruction=describe(Step())) from error
             self.excess.clear()
             loss_value, norm, refused = math.nan, math.nan, str(error)
-        if not refused and arguments.judge is not None:
+        is_skipped = False
+        if self.loss_scale is not None and not (math.isfinite(loss_value) and math.isfinite(norm)):
+            is_skipped, refused = self._skip(self.loss_scale)
+        elif not refused and arguments.judge is not None:
             refused = arguments.judge(loss_value, norm)
-        if not refused:
-            if arguments.inspect is not None:
-                arguments.inspect()
-            self.optimizer.step(arguments.lr * self._lr_share, norm)
+        if not refused and not is_skipped:
+            self._update(context, arguments, norm)
         return StepResult(
             loss=loss_value,
             grad_norm=norm,
@@ -105,4 +115,32 @@ class StepUpdate:
             is_copy_refused=flags[1],
             measures=self.measures,
             refused=refused,
+            is_skipped=is_skipped,
         )
+
+    def load(self, steps: int, loss_scale: LossScale | None) -> None:
+        """Go on after some steps, with their loss scale; None means the first one of fp16."""
+        if self.loss_scale is not None:
+            self.loss_scale = loss_scale or first_scale(self._scale_settings)
+        self.optimizer.steps = steps
+        self.optimizer.skipped = 0 if self.loss_scale is None else self.loss_scale.skipped_steps
+
+    def _skip(self, scale: LossScale) -> tuple[bool, str]:
+        """Skip a step that has overflowed, and lower the loss scale; else why that is impossible."""
+        lower = scale.after_overflow(self._scale_settings)
+        if lower is None:
+            return False, OVERFLOW
+        self.loss_scale = lower
+        self.optimizer.skip()
+        return True, ""
+
+    def _update(self, context: StepContext, arguments: UpdateArguments, norm: float) -> None:
+        loss_scale = context.loss_scale
+        if arguments.inspect is not None:
+            if self.loss_scale is not None:
+                self.optimizer.unscale(loss_scale)
+                loss_scale = 1.0
+            arguments.inspect()
+        self.optimizer.step(arguments.lr * self._lr_share, norm, loss_scale)
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after_step(self._scale_settings)

@@ -112,7 +112,8 @@ class MixtureOfExperts(nn.Module):
                 shared_BsD = self.gate_fn(self.shared_expert_gate(x_BsD)) * shared_BsD
             y_BsD = y_BsD + shared_BsD
         loss_B = self.moe.balance_weight * routing.balance + self.moe.z_weight * routing.z
-        return with_loss(y_BsD, loss_B.sum() / exchange.now.batch_sequences)
+        now = exchange.now
+        return with_loss(y_BsD, now.loss_scale * loss_B.sum() / now.batch_sequences)
 
     def combine(self, weight_Tk: Tensor, y_TkD: Tensor) -> Tensor:
         """The weighted sum of the experts' outputs: [T, D]."""

@@ -73,11 +73,13 @@ class Tolerance:
 TOLERANCE: dict[Dtype, Tolerance] = {
     "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
     "bf16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2, scale=1e-2, scale_later=3e-2),
+    "fp16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2, scale=1e-2, scale_later=3e-2),
 }
 
 WITH_EXPERTS: dict[Dtype, Tolerance] = {
     "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
     "bf16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5, scale=1e-2, scale_later=3e-2),
+    "fp16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5, scale=1e-2, scale_later=3e-2),
 }
 
 

@@ -48,7 +48,7 @@ class UpdateNumbers:
     Attributes:
         lr: the learning rate.
         decay: the weight decay; 0 for vectors.
-        scale: at least 1; the gradients are divided by it, which clips them.
+        scale: the gradients are divided by it: the loss scale, times a number of at least 1 that clips them.
         number: updates so far, this one included.
     """
 

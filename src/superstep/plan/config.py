@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from superstep.plan.loss_scale import LossScaleConfig
 from superstep.plan.optimizers import OptimizerName
 from superstep.plan.trained_parts import FreezeConfig, PhasesConfig
 
@@ -20,7 +21,7 @@ ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-v")
 Recompute = Literal["none", "selective", "full"]
 EncoderPlacement = Literal["front", "spread"]
 Context = Literal["ring", "ulysses"]
-Dtype = Literal["fp32", "bf16"]
+Dtype = Literal["fp32", "bf16", "fp16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless", "sigmoid"]
 Positions = Literal["rope", "alibi", "t5", "relative"]
 Decay = Literal["cosine", "wsd"]
@@ -249,7 +250,9 @@ class NumericsConfig:
     """Number formats."""
 
     compute: Dtype = "fp32"
-    """The dtype of activations and of the weights that multiply them; master weights are always fp32."""
+    """The dtype of activations and of the weights that multiply them; master weights are always fp32. fp16 has a
+    `[loss_scale]`.
+    """
     exact: bool = False
     """The same bits on every layout, for two to three times the time: sums in a fixed order or on a fixed grid."""
     exact_chunks: int | None = None
@@ -380,6 +383,7 @@ class ProposedRun:
     lora: LoraConfig | None = None
     freeze: FreezeConfig | None = None
     phases: PhasesConfig | None = None
+    loss_scale: LossScaleConfig | None = None
     rollback: RollbackConfig | None = None
     state: StateConfig = field(default_factory=StateConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

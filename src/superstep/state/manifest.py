@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from superstep.errors import DamagedCheckpoint, StateError
+from superstep.numerics.loss_scale import LossScale
 from superstep.state.tensor_file import digest, size_of
 
 FORMAT = 2
@@ -29,11 +30,13 @@ class Position:
         step: finished steps, which is also the optimizer's count of updates.
         samples: sequences consumed: the cursor of the data.
         tokens: valid tokens consumed.
+        loss_scale: of fp16, for the next step; None in other formats.
     """
 
     step: int = 0
     samples: int = 0
     tokens: int = 0
+    loss_scale: LossScale | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def write_manifest(manifest: Manifest) -> str:
     """The text of a manifest."""
     content = {
         "format": FORMAT,
-        "position": asdict(manifest.position),
+        "position": _describe_position(manifest.position),
         "files": {name: asdict(file) for name, file in manifest.files.items()},
         "tensors": {
             name: {
@@ -160,7 +163,7 @@ def is_manifest_of_ours(path: Path) -> bool:
 
 def _parse(content: Mapping[str, Any]) -> Manifest:
     manifest = Manifest(
-        position=Position(**{key: _count(content["position"][key], key) for key in ("step", "samples", "tokens")}),
+        position=_parse_position(content["position"]),
         files={
             name: StoredFile(_count(file["bytes"], name), _count(file["header_bytes"], name), file["blake2b"])
             for name, file in content["files"].items()
@@ -180,6 +183,17 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
         if tensor.offset + size_of(tensor.shape) > manifest.files[tensor.file].bytes:
             raise ValueError(f"{name} ends beyond {tensor.file}")
     return manifest
+
+
+def _describe_position(position: Position) -> dict[str, Any]:
+    """A position without the loss scale that it does not have."""
+    return {name: value for name, value in asdict(position).items() if value is not None}
+
+
+def _parse_position(content: Mapping[str, Any]) -> Position:
+    step, samples, tokens = (_count(content[name], name) for name in ("step", "samples", "tokens"))
+    scale = {name: _count(value, name) for name, value in content.get("loss_scale", {}).items()}
+    return Position(step=step, samples=samples, tokens=tokens, loss_scale=LossScale(**scale) if scale else None)
 
 
 def _count(value: object, name: str) -> int:

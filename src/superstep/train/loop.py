@@ -20,6 +20,7 @@ from superstep.observe.events import (
     RunStopped,
     Sink,
     StepDone,
+    Warned,
 )
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
@@ -152,9 +153,17 @@ def _stretch(
                 yield trainer.policy.make_skipped(result, position.step + 1)
                 return
             cursor += size
-            position = Position(step=position.step + 1, samples=cursor, tokens=position.tokens + result.tokens)
-            trainer.require_finite(result, position.step)
-            trainer.policy.spikes.took(position.step, result.loss, result.grad_norm)
+            position = Position(
+                step=position.step + 1,
+                samples=cursor,
+                tokens=position.tokens + result.tokens,
+                loss_scale=trainer.loss_scale,
+            )
+            if result.is_skipped:
+                report(tell_skipped(position))
+            else:
+                trainer.require_finite(result, position.step)
+                trainer.policy.spikes.took(position.step, result.loss, result.grad_norm)
             step_s = time.perf_counter() - start_s
             trainer.meter.took(step_s)
             tokens_per_s = result.tokens / step_s
@@ -174,6 +183,14 @@ def _stretch(
                 tokens_seen=position.tokens,
             )
             yield FinishedStep(event, position, result.is_stop_requested, result.is_copy_refused, result.measures)
+
+
+def tell_skipped(position: Position) -> Warned:
+    """The event of a step without an update."""
+    assert position.loss_scale is not None, "only fp16 skips steps"
+    scale = position.loss_scale.factor
+    text = f"step {position.step} overflowed in fp16 and is skipped; the loss scale is now {scale:g}."
+    return Warned(step=position.step, text=text)
 
 
 def routers(trainer: CorpusTrainer, position: Position) -> RouterStats:

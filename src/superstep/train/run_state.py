@@ -87,7 +87,7 @@ class RunState:
             StateError: it is damaged, or belongs to another model: on every rank the same. Nothing has changed.
         """
         position = load(place, self._engine.pieces(kinds), self.peers)
-        self._engine.note_loaded(position.step)
+        self._engine.note_loaded(position.step, position.loss_scale)
         return position
 
     def write(self, place: Path, position: Position) -> int:
@@ -117,7 +117,7 @@ class RunState:
             snapshots.lay_out(pieces, self._tensors, self._files, self.folder.checkpoints, slots)
             return None
         position = snapshots.restore(recovered)
-        self._engine.note_loaded(position.step)
+        self._engine.note_loaded(position.step, position.loss_scale)
         return position
 
     def restore(self, step: int) -> Position:
@@ -128,7 +128,7 @@ class RunState:
                 changed.
         """
         position = self.copies.fill(step, self.peers)
-        self._engine.note_loaded(step)
+        self._engine.note_loaded(step, position.loss_scale)
         return position
 
     def pieces(self, kinds: Sequence[Kind] | None = None) -> Iterator[TensorPiece]:

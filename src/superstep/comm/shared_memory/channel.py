@@ -49,6 +49,7 @@ SUMMED = {
     torch.int64: 4,
     torch.uint8: 5,
     torch.bool: 5,
+    torch.float16: 6,
 }
 """Dtypes that can be summed or compared, by their number in ``sums.h``; anything can be sent, as bytes."""
 

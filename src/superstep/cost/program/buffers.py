@@ -13,7 +13,7 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.sharding.padding import pad
 from superstep.plan.zero import Sharding
 
-ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 FP32 = ELEMENT_BYTES["fp32"]
 EXACT = 8
 """Bytes of a gradient's element in exact mode."""

@@ -209,8 +209,7 @@ class Snapshots:
         memory.put(slot, "state", WRITING)
         memory.put(slot, "turn", self.turn)
         memory.put(slot, "is_held", int(is_requested))
-        for name in ("step", "samples", "tokens"):
-            memory.put(slot, name, getattr(position, name))
+        memory.put_position(slot, position)
         memory.put(slot, "disk", WANTED if is_for_disk else KEPT)
         if is_for_disk:
             self._watched.append(slot)

@@ -32,9 +32,10 @@ Takes = Callable[..., bool]
 
 
 def wants_kernels(run: Resolved, device: Device) -> bool:
-    """Whether a run uses ``superstep.kernels``, if available; on a GPU only by name."""
+    """Whether a run uses ``superstep.kernels``, if available; on a GPU only by name. None of them reads fp16."""
     wanted = ("auto", "triton") if device.kind == "cpu" else ("triton",)
-    return run.plan.grain is None and run.config.numerics.kernels in wanted
+    numerics = run.config.numerics
+    return run.plan.grain is None and numerics.compute != "fp16" and numerics.kernels in wanted
 
 
 def layer_kernels(run: Resolved, device: Device) -> LayerKernels:

@@ -44,6 +44,7 @@ class RankCopy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     samples: Count
     tokens: Count
+    loss_scale: Count
     checksum: Count
     table_bytes: Annotated[int, msgspec.Meta(ge=0, le=MOST_TABLE_BYTES)]
     slot_bytes: Count
@@ -118,6 +119,7 @@ def send(wire: SecureChannel, memories: Sequence[SnapshotMemory], state: State, 
     ranks = tuple(
         RankCopy(
             samples=memory.get(slot, "samples"),
+            loss_scale=memory.get(slot, "loss_scale"),
             tokens=memory.get(slot, "tokens"),
             checksum=memory.get(slot, "checksum"),
             table_bytes=len(memory.text()),
@@ -192,6 +194,7 @@ def receive(
         memory.put(slot, "turn", state[1])
         memory.put(slot, "samples", rank.samples)
         memory.put(slot, "tokens", rank.tokens)
+        memory.put(slot, "loss_scale", rank.loss_scale)
         memory.put(slot, "checksum", rank.checksum)
     is_whole = wire.hear(ENDS).is_whole and not find_damaged(list(zip(memories, slots, strict=True)))
 

@@ -25,12 +25,14 @@ class DispatchContext:
     Attributes:
         sequences: the number of each row of the microbatch within the global batch.
         batch_sequences: sequences of the global batch: the one divisor of the routers' losses.
+        loss_scale: of fp16, their factor; else 1.
         seed: of the run.
         step: of the run; None in evaluation, without noise.
     """
 
     sequences: tuple[int, ...] = ()
     batch_sequences: int = 1
+    loss_scale: float = 1.0
     seed: int = 0
     step: int | None = None
 

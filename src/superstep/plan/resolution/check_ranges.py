@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
+from superstep.plan.loss_scale import check_fp16
 from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.skip_and_rollback import batches_left_out, check_rollback
 
@@ -83,6 +84,7 @@ def check_ranges(config: RunConfig) -> None:
             )
     _check_sample(config)
     _check_mtp(config)
+    check_fp16(config)
     if config.rollback is not None:
         check_rollback(config.rollback)
     if config.plan.zero not in (0, 1, 2, 3):

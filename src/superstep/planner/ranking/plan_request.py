@@ -82,11 +82,14 @@ def problems(model: str, request: PlanRequest) -> list[SearchProblem]:
     rules, only = _read_fixed(request.fix)
     if base.numerics.compile:
         rules = (*rules, *(Rule("schedule", name, is_wanted=False) for name in ZERO_BUBBLE))
-    formats: list[Dtype] = [each for each in ("bf16", "fp32") if known_cluster.chip.peak(each) and only in (None, each)]
+    halves: tuple[Dtype, ...] = ("bf16", "fp16") if only == "fp16" or not known_cluster.chip.peak("bf16") else ("bf16",)
+    formats: list[Dtype] = [
+        each for each in (*halves, "fp32") if known_cluster.chip.peak(each) and only in (None, each)
+    ]
     if not formats:
         known = ", ".join(each for each, _ in known_cluster.chip.flops_per_s)
         raise ConfigError(
-            f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16 or fp32'}; choose another "
+            f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16, fp16 or fp32'}; choose another "
             f"chip{'' if only is None else ', or leave numerics.compute open'}."
         )
     memory = memory_of(known_cluster, request.memory)

@@ -34,6 +34,7 @@ import torch
 
 from superstep.errors import Fault
 from superstep.kernels.checksum import checksum
+from superstep.numerics.loss_scale import LossScale
 from superstep.state.manifest import Position
 from superstep.state.tensor_piece import TensorPiece
 
@@ -49,10 +50,20 @@ State = tuple[int, int]
 """A copied state: its step, and the turn of the run. A rollback begins another turn."""
 
 Field = Literal[
-    "state", "step", "samples", "tokens", "disk", "written_bytes", "microseconds", "turn", "is_held", "checksum"
+    "state",
+    "step",
+    "samples",
+    "tokens",
+    "loss_scale",
+    "disk",
+    "written_bytes",
+    "microseconds",
+    "turn",
+    "is_held",
+    "checksum",
 ]
 _FIELDS: tuple[Field, ...] = get_args(Field)
-_IDENTITY: tuple[Field, ...] = ("step", "samples", "tokens", "turn")
+_IDENTITY: tuple[Field, ...] = ("step", "samples", "tokens", "turn", "loss_scale")
 """Fields in the checksum of a slot, besides the words of its state."""
 
 _IDENTITY_AT = 1 << 40
@@ -189,7 +200,19 @@ class SnapshotMemory:
 
     def position(self, slot: int) -> Position:
         """The position of a slot's state."""
-        return Position(step=self.get(slot, "step"), samples=self.get(slot, "samples"), tokens=self.get(slot, "tokens"))
+        return Position(
+            step=self.get(slot, "step"),
+            samples=self.get(slot, "samples"),
+            tokens=self.get(slot, "tokens"),
+            loss_scale=LossScale.unpack(self.get(slot, "loss_scale")),
+        )
+
+    def put_position(self, slot: int, position: Position) -> None:
+        """Set the position of a slot's state."""
+        self.put(slot, "step", position.step)
+        self.put(slot, "samples", position.samples)
+        self.put(slot, "tokens", position.tokens)
+        self.put(slot, "loss_scale", 0 if position.loss_scale is None else position.loss_scale.pack())
 
     def start(self, slot: int) -> int:
         """The first byte of a slot."""
