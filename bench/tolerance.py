@@ -71,9 +71,8 @@ def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str
     """The three distances, each by kind of value."""
     config = config_of(dtype, model)
     with tempfile.TemporaryDirectory(prefix="superstep-tolerance-") as name:
-        found: dict[str, list[Difference]] = (
-            {"prove": []} if dtype == "fp16" else {"order": [], "dtype": [], "prove": []}
-        )
+        distances = ("prove",) if dtype == "fp16" else ("order", "dtype", "prove")
+        found: dict[str, list[Difference]] = {distance: [] for distance in distances}
         kinds = {(tied, packed) for tied in (True, False) for packed in (True,)}
         for tied, _ in sorted(kinds):
             plain, bits = Path(name) / f"plain-{tied}", Path(name) / f"bits-{tied}"

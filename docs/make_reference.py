@@ -48,7 +48,7 @@ from superstep.tune.recipe import Recipe, Usual
 from superstep.tune.rl import config as rl
 
 DOCS = Path(__file__).parent
-TOLERANCES = DOCS.parent / "bench" / "results" / "tolerance.json"
+TOLERANCES = sorted((DOCS.parent / "bench" / "results").glob("tolerance*.json"))
 CONFIGURATION = DOCS / "reference" / "configuration.md"
 WIDTH = 100
 """Columns of a drawing."""
@@ -388,15 +388,16 @@ def _zero_bytes() -> str:
 
 def _tolerances() -> str:
     """What is allowed, and beside it what was measured: the sum of the two distances that it is made of."""
-    found = json.loads(TOLERANCES.read_text(encoding="utf-8"))["distances"]
+    found = [row for path in TOLERANCES for row in json.loads(path.read_text(encoding="utf-8"))["distances"]]
     measured = {(row["dtype"], row["model"], row["distance"]): row for row in found}
     kinds = ("loss", "gradient", "gradient_later", "update")
     rows = []
     for model in ("dense", "experts"):
         for dtype in TOLERANCE:
             allowed = tolerance(dtype, has_experts=model == "experts")
-            order, own = (measured[dtype, model, distance] for distance in ("order", "dtype"))
-            cells = [f"{getattr(allowed, kind):g} ({order[kind]:.1e} + {own[kind]:.1e})" for kind in kinds]
+            parts = [measured[dtype, model, part] for part in (("prove",) if dtype == "fp16" else ("order", "dtype"))]
+            distances = [" + ".join(f"{part[kind]:.1e}" for part in parts) for kind in kinds]
+            cells = [f"{getattr(allowed, kind):g} ({each})" for kind, each in zip(kinds, distances, strict=True)]
             rows.append((f"{dtype}, {model}", *cells))
     return table(("compute", "loss", "gradient, first step", "gradient, later", "update"), rows)
 

@@ -34,7 +34,7 @@ NARROW = 64
 """The least columns of a slab: where a long inner dim leaves fewer, it is cut."""
 
 HALVES = (torch.bfloat16, torch.float16)
-"""Numbers of 16 bits. Few processors multiply those of fp16: an AMD EPYC multiplied them at 18 GFLOP/s a core, and fp32 at 78."""
+"""Numbers of 16 bits. Few processors multiply fp16: a core of an AMD EPYC at 18 GFLOP/s, and fp32 at 78."""
 
 _REAL = (Tensor, nn.Parameter)
 """Real tensors; a trace's fake tensors have another type."""

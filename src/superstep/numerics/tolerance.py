@@ -30,6 +30,9 @@ the largest are in ``bench/results/tolerance.json``. What is allowed is their su
     with experts, bf16                                    near ties in a router fall the other way, and a token's
                                                           gradient goes to another expert: only exact mode can tell
                                                           this from a fault, so prove it with --exact
+    fp16                                                  it has no exact mode: 2 to 3 times the distance of fast mode
+                                                          from the reference, and more for the loss and the scale, as
+                                                          in bf16, whose roundings are four times as large
 
 Measured there, order + dtype: see the table in docs/explanation/numbers.md.
 """
@@ -73,13 +76,13 @@ class Tolerance:
 TOLERANCE: dict[Dtype, Tolerance] = {
     "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
     "bf16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2, scale=1e-2, scale_later=3e-2),
-    "fp16": Tolerance(loss=2e-3, gradient=9e-2, gradient_later=1.5e-1, update=1.2, scale=1e-2, scale_later=3e-2),
+    "fp16": Tolerance(loss=4e-4, gradient=1e-2, gradient_later=4e-2, update=8e-1, scale=2.5e-3, scale_later=7.5e-3),
 }
 
 WITH_EXPERTS: dict[Dtype, Tolerance] = {
     "fp32": Tolerance(loss=2e-6, gradient=2e-5, gradient_later=2e-3, update=2e-2, scale=2e-5, scale_later=2e-3),
     "bf16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5, scale=1e-2, scale_later=3e-2),
-    "fp16": Tolerance(loss=2e-3, gradient=5e-1, gradient_later=7e-1, update=1.5, scale=1e-2, scale_later=3e-2),
+    "fp16": Tolerance(loss=4e-4, gradient=2e-1, gradient_later=3e-1, update=1.0, scale=2.5e-3, scale_later=7.5e-3),
 }
 
 

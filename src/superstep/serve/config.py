@@ -15,6 +15,9 @@ from superstep.plan.resolution.resolve import Resolved, resolve
 NGRAM = "ngram"
 """Value of ``ServeConfig.speculate`` for drafts from a request's own text."""
 
+SERVED: tuple[Dtype, ...] = ("fp32", "bf16")
+"""Formats of a server's weights and keys."""
+
 Quantize = Literal["int8", "w8a8", "int4"]
 
 MOST_READ_TIMEOUT_S = 240.0
@@ -77,10 +80,11 @@ class ServeConfig:
 
 
 def usual_config(run: RunConfig | None) -> ServeConfig:
-    """The default settings of a server: those of its training. None is a folder without a run."""
+    """The default settings of a server: those of its training, but fp32 for fp16. None is a folder without a run."""
     if run is None:
         return ServeConfig()
-    return ServeConfig(context_tokens=run.data.sequence_tokens, compute=run.numerics.compute, exact=run.numerics.exact)
+    compute = run.numerics.compute if run.numerics.compute in SERVED else "fp32"
+    return ServeConfig(context_tokens=run.data.sequence_tokens, compute=compute, exact=run.numerics.exact)
 
 
 def check_ranges(serve: ServeConfig) -> None:
@@ -97,7 +101,7 @@ def check_ranges(serve: ServeConfig) -> None:
         raise ConfigError(
             f"serve.read_timeout_s = {serve.read_timeout_s:g} must be above 0, and at most {MOST_READ_TIMEOUT_S:g}."
         )
-    for name, choices in (("compute", get_args(Dtype)), ("quantize", get_args(Quantize))):
+    for name, choices in (("compute", SERVED), ("quantize", get_args(Quantize))):
         value = getattr(serve, name)
         if value and value not in choices:
             raise ConfigError(f"serve.{name} = '{value}' is not known{did_you_mean(value, choices)}")

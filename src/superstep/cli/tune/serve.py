@@ -14,6 +14,7 @@ from superstep.comm.device import Device, choose
 from superstep.errors import ConfigError
 from superstep.http.port import Port, open_port
 from superstep.run.serving.served_model import ServedModel, find_model
+from superstep.serve.config import usual_config
 from superstep.tune.tinker.app import make_app
 from superstep.tune.tinker.config import TinkerConfig
 from superstep.tune.tinker.open_service import open_service
@@ -53,7 +54,7 @@ def tinker_config(model: ServedModel, options: TinkerOptions) -> TinkerConfig:
         folder=model.folder.resolve(),
         name=model.name,
         root=Path(options.state),
-        compute=options.numerics.compute or ("bf16" if run is None else run.numerics.compute),
+        compute=options.numerics.compute or usual_config(run).compute,
         exact=bool(exact),
         context_tokens=context,
         alpha=options.alpha,

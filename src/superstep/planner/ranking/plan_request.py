@@ -89,8 +89,8 @@ def problems(model: str, request: PlanRequest) -> list[SearchProblem]:
     if not formats:
         known = ", ".join(each for each, _ in known_cluster.chip.flops_per_s)
         raise ConfigError(
-            f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16, fp16 or fp32'}; choose another "
-            f"chip{'' if only is None else ', or leave numerics.compute open'}."
+            f"{known_cluster.chip.name} multiplies in {known}, and a plan in {only or 'bf16, fp16 or fp32'}; choose "
+            f"another chip{'' if only is None else ', or leave numerics.compute open'}."
         )
     memory = memory_of(known_cluster, request.memory)
     return [

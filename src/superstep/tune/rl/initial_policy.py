@@ -62,6 +62,11 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
     """
     check_rl(rl, rollout)
     refuse_own_loss(config.train, "tune rl")
+    if config.numerics.compute == "fp16":
+        raise ConfigError(
+            "numerics.compute = 'fp16' is of superstep train, tune sft and tune dpo; set numerics.compute to bf16 or "
+            "fp32 for tune rl."
+        )
     if rl.window and config.numerics.exact:
         raise ConfigError(
             f"rl.window = {rl.window} with numerics.exact = true: what a step takes would depend on the clock; set "
