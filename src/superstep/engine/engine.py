@@ -13,11 +13,10 @@ from superstep.engine.flat.rank_state import RankState
 from superstep.engine.instruction_timer import Recorder
 from superstep.engine.malloc_tuning import keep_what_is_freed
 from superstep.engine.metrics.token_metrics import Score, TokenMetrics, require_divisor
-from superstep.engine.overflow import UnitOverflows
+from superstep.engine.overflow import OVERFLOW, UnitOverflows
 from superstep.engine.phase import EnginePhase, build_phases, merge_results
 from superstep.engine.router_counts import ExpertRouting
 from superstep.engine.step_context import Judge, StepContext, StepResult, UpdateArguments
-from superstep.engine.step_update import OVERFLOW
 from superstep.engine.values.microbatch import Microbatch
 from superstep.launch.stop_request import StopRequest
 from superstep.model.unit import Fields, UnitSpec

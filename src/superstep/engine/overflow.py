@@ -8,6 +8,9 @@ from torch import Tensor
 from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Group
 
+OVERFLOW = "fp16 overflows at the least loss scale"
+"""Why a step is rejected that cannot be skipped."""
+
 
 class UnitOverflows:
     """Whether a tensor of each unit has a number that is not finite.

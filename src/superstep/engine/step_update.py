@@ -10,6 +10,7 @@ from torch import Tensor
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.metrics.token_metrics import WEIGHTS_MEND
 from superstep.engine.optimizer import Optimizer, OwnedRanges
+from superstep.engine.overflow import OVERFLOW
 from superstep.engine.step_context import StepContext, StepResult, UpdateArguments
 from superstep.errors import Fault
 from superstep.monitor.status_page import HeartbeatReceiver
@@ -20,9 +21,6 @@ from superstep.plan.config import TrainConfig
 from superstep.plan.loss_scale import LossScaleConfig
 from superstep.program.instructions import Step
 from superstep.program.text import describe
-
-OVERFLOW = "fp16 overflows at the least loss scale"
-"""Why a step is rejected that cannot be skipped."""
 
 
 class StepUpdate:

@@ -153,12 +153,7 @@ def _stretch(
                 yield trainer.policy.make_skipped(result, position.step + 1)
                 return
             cursor += size
-            position = Position(
-                step=position.step + 1,
-                samples=cursor,
-                tokens=position.tokens + result.tokens,
-                loss_scale=trainer.loss_scale,
-            )
+            position = trainer.advance(position, samples=cursor, tokens=result.tokens)
             if result.is_skipped:
                 report(tell_skipped(position))
             else:

@@ -60,6 +60,21 @@ class RunState:
         self._identity = identity
         self._files = {**files, FILE: identity_text(identity)} if identity else dict(files)
 
+    def advance(self, position: Position, *, samples: int, tokens: int) -> Position:
+        """The position after one more step.
+
+        Args:
+            position: before it.
+            samples: the cursor of the data after it.
+            tokens: valid tokens of its batch.
+        """
+        return Position(
+            step=position.step + 1,
+            samples=samples,
+            tokens=position.tokens + tokens,
+            loss_scale=self._engine.loss_scale,
+        )
+
     def begin(self, folder: Path | None) -> None:
         """Start with the weights of a folder, or of a run's newest checkpoint, if given. Adapters are trained on top of
         them. Every rank calls this together.

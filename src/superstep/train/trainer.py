@@ -24,7 +24,6 @@ from superstep.engine.instruction_timer import HostRecorder, Recorder
 from superstep.engine.values.microbatch import microbatches_of
 from superstep.errors import Fault
 from superstep.launch.ranks import World
-from superstep.numerics.loss_scale import LossScale
 from superstep.numerics.objective import Objective
 from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.observe.jsonl import read
@@ -96,11 +95,6 @@ class Trainer(RunState):
         lines, newest = self.peers.gather(mine, tuple[list[dict[str, Any]], int])[0]
         spikes.recall(lines, position.step)
         self.saves.note_saved(newest)
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The loss scale of the next step; None but in fp16."""
-        return self._engine.loss_scale
 
     def learning_rate(self, step: int) -> float:
         """The rate of the update after ``step`` finished steps."""

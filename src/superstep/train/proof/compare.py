@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from superstep.engine.engine import StepResult
+from superstep.errors import ConfigError
 from superstep.model.unit import ParamSpec, initial
 from superstep.numerics.tolerance import SAME_ROUNDING, Tolerance, tolerance
 from superstep.plan.resolution.resolve import Resolved
@@ -145,7 +146,16 @@ class Compare:
         self._files: dict[Path, Any] = {}
 
     def step(self, result: StepResult) -> list[Difference]:
-        """Compare the loss and the norm."""
+        """Compare the loss and the norm.
+
+        Raises:
+            ConfigError: the step overflowed in fp16 and was skipped.
+        """
+        if result.is_skipped:
+            raise ConfigError(
+                f"step {self._step + 1} of the proof overflows in fp16, and would be skipped; lower loss_scale.start "
+                "until it does not."
+            )
         differences = []
         for yard in self._yardsticks:
             with safe_open(yard.folder / f"{self._step}.safetensors", framework="pt") as file:

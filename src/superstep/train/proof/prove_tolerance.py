@@ -19,7 +19,6 @@ from superstep.comm.objects import gather
 from superstep.data.batch import Batch
 from superstep.engine.engine import Engine, StepResult
 from superstep.engine.values.microbatch import example_of, microbatches_of, rows
-from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.unit import UnitSpec, global_specs
 from superstep.plan.config import TrainConfig
@@ -246,24 +245,14 @@ def plain_steps(world: World, run: Resolved, batches: Sequence[Batch]) -> Iterat
 
 
 def _train(engine: Engine, mine: Batch, step: int, inspect: Callable[[], None] | None = None) -> StepResult:
-    """One step on this rank's rows of a batch.
-
-    Raises:
-        ConfigError: it overflows in fp16, and would be skipped.
-    """
-    result = engine.train_step(
+    """One step on this rank's rows of a batch."""
+    return engine.train_step(
         microbatches_of(mine, engine.run.plan, engine.mesh),
         valid_tokens=mine.valid_tokens,
         divisor=mine.divisor,
         lr=rate(engine.run.config.train, step),
         inspect=inspect,
     )
-    if result.is_skipped:
-        raise ConfigError(
-            f"step {step + 1} of the proof overflows in fp16 and would be skipped; set loss_scale.start below the "
-            "scale of its first steps."
-        )
-    return result
 
 
 def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits, keep: Path | None) -> list[Difference]:

@@ -166,11 +166,8 @@ class PolicyTrainer(Trainer):
         if result.refused:
             return result
         self.require_finite(result, step)
-        self.position = Position(
-            step=step,
-            samples=self.position.samples + len(batch.tokens_BS),
-            tokens=self.position.tokens + result.tokens,
-        )
+        cursor = self.position.samples + len(batch.tokens_BS)
+        self.position = self.advance(self.position, samples=cursor, tokens=result.tokens)
         return result
 
     def weights(self) -> dict[str, Tensor] | None:
