@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from superstep.kernels.rows import table_rows, word_pairs
-from superstep.kernels.rows.table_rows import add_rows, put_rows, square_rows, take_rows, update_rows, zero_rows
+from superstep.kernels.rows.table_rows import add_rows, cut_rows, put_rows, square_rows, update_rows, zero_rows
 
 WORDS, NODES, SAMPLES, LENGTH, OUTPUTS = 40, 30, 3, 70, 6
 
@@ -80,16 +80,18 @@ def test_rows_are_added_squared_updated_and_set_to_zero():
     rows = torch.tensor([0, 7, 49])
     torch.testing.assert_close(square_rows(grads, rows), grads[rows].double().square().sum(), rtol=1e-6, atol=0)
     updated, most = table.clone(), 2.0
-    update_rows(updated, rows, grads, lr=0.5, scale=1.5, most_norm=most)
+    update_rows(updated, rows, grads, lr=0.5, scale=1.5, most_norm=most, is_packed=False)
     step = grads[rows] / 1.5
     step = step * (most / step.norm(dim=1, keepdim=True)).clamp_max(1)
     torch.testing.assert_close(updated, table.index_add(0, rows, -0.5 * step))
     alone = table.clone()
-    update_rows(alone, rows[1:2], grads, lr=0.5, scale=1.5, most_norm=most)
+    update_rows(alone, rows[1:2], grads[7:8], lr=0.5, scale=1.5, most_norm=most, is_packed=True)
     assert torch.equal(alone[7], updated[7])
-    assert torch.equal(take_rows(updated, rows), updated[rows])
     put_rows(alone, rows, updated[rows])
     assert torch.equal(alone, updated)
+    assert torch.equal(cut_rows(alone, rows), updated[rows])
+    assert not alone[rows].any()
+    assert torch.equal(alone[1], updated[1])
     zero_rows(updated, rows)
     assert not updated[rows].any()
     assert updated[1].any()

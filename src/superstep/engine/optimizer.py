@@ -182,8 +182,9 @@ class Optimizer:
         scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         for buffers in (unit.buffers for unit in _list_sparse(units)):
             assert buffers.touched is not None
-            table, grads = map(buffers.touched.rows_of, (buffers.master, buffers.reduced))
-            update_rows(table, buffers.list_touched(), grads, lr=lr, scale=scale, most_norm=self.hyper.clip_row_norm)
+            table, (rows, grads, is_packed) = buffers.touched.rows_of(buffers.master), buffers.list_touched()
+            most = self.hyper.clip_row_norm
+            update_rows(table, rows, grads, lr=lr, scale=scale, most_norm=most, is_packed=is_packed)
 
 
 def _list_learnt(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
@@ -198,14 +199,14 @@ def _list_sparse(units: Sequence[OwnedRanges]) -> list[OwnedRanges]:
 
 def _take_touched(buffers: UnitBuffers) -> Tensor:
     """The gradients of touched rows, [U, W]."""
-    assert buffers.touched is not None
-    return buffers.touched.rows_of(buffers.reduced).index_select(0, buffers.list_touched())
+    rows, grads, is_packed = buffers.list_touched()
+    return grads if is_packed else grads.index_select(0, rows)
 
 
 def _row_square(buffers: UnitBuffers) -> Tensor:
     """The squared norm of the touched rows' gradients."""
-    assert buffers.touched is not None
-    return square_rows(buffers.touched.rows_of(buffers.reduced), buffers.list_touched())
+    rows, grads, is_packed = buffers.list_touched()
+    return _square(grads.view(-1)) if is_packed else square_rows(grads, rows)
 
 
 def _add_statistics(units: Sequence[OwnedRanges]) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
-from superstep.engine.flat.touched_rows import RowSink, TouchedRows
+from superstep.engine.flat.touched_rows import PackedRows, RowSink, TouchedRows
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER, Grid
 from superstep.plan.optimizers import Moment
@@ -162,14 +162,24 @@ class UnitBuffers(ZeroStage):
         if self.touched is None:
             PARAMETER.take_into(self.reduced, self.gradient_shard)
             return
-        rows = self.list_touched()
-        summed = self.touched.rows_of(self.gradient_shard).index_select(0, rows)
-        self.touched.rows_of(self.reduced).index_copy_(0, rows, PARAMETER.take(summed))
+        packed = self.touched.packed or self.touched.cut(self.gradient_shard, self.start)
+        if packed.values.dtype == torch.int64:
+            self.touched.packed = PackedRows(packed.rows, PARAMETER.take(packed.values))
 
-    def list_touched(self) -> Tensor:
-        """The touched rows of the own part, by their numbers there."""
+    def list_touched(self) -> tuple[Tensor, Tensor, bool]:
+        """The touched rows of the own part, by their numbers there, and their gradients: of the part, or packed, which
+        the flag tells.
+        """
         assert self.touched is not None
-        return self.touched.list_rows(self.start, self.stop)
+        if self.touched.packed is not None:
+            return self.touched.packed.rows, self.touched.packed.values, True
+        return self.touched.list_rows(self.start, self.stop), self.touched.rows_of(self.reduced), False
+
+    def complete_gradient(self) -> Tensor:
+        """The own part of the summed gradient, with what was kept apart."""
+        if self.touched is not None:
+            self.touched.unpack(self.reduced)
+        return self.reduced
 
     def refresh(self) -> None:
         """Copy the master weights into the own part of the modules' parameters."""
@@ -207,12 +217,14 @@ class UnitBuffers(ZeroStage):
     def zero_gradient(self) -> None:
         """Zero the gradients at the start of a step."""
         if self.touched is not None:
-            self.touched.zero(self.reduced, self.start)
-            if self.shards_gradients:
-                self.touched.zero(self.gradient_shard, self.start)
-            else:
-                self.touched.zero(self.gradient)
+            if self.touched.packed is None:
+                self.touched.zero(self.reduced, self.start)
+                if self.shards_gradients:
+                    self.touched.zero(self.gradient_shard, self.start)
+                else:
+                    self.touched.zero(self.gradient)
             self.touched.marks.zero_()
+            self.touched.packed = None
             return
         if self.shards_gradients:
             self.gradient_shard.zero_()

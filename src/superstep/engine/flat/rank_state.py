@@ -128,7 +128,7 @@ class RankState:
     def _pieces(self, unit: int, b: UnitBuffers, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         owned = set(self.owned_ranges(unit, b))
         for kind in kinds:
-            buffer = b.master if kind == "weight" else b.reduced if kind == "gradient" else b.moments[kind]
+            buffer = b.master if kind == "weight" else b.complete_gradient() if kind == "gradient" else b.moments[kind]
             for slot, low, high in b.list_slots():
                 start = slot.start + low - b.start
                 values = b.view(buffer, slot, low, high)

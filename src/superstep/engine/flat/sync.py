@@ -36,7 +36,8 @@ def reduce(trained: Sequence[UnitBuffers], mesh: Mesh, unit: int) -> PendingColl
     for buffers in trained:
         group = mesh.sharers[buffers.layout.family].reduce
         if group is not None and buffers.touched is not None:
-            started.append(reduce_rows(buffers.gradient, buffers.touched, group, tag=unit if buffers.zero else None))
+            tag, packs = unit if buffers.zero else None, not buffers.shards_gradients
+            started.append(reduce_rows(buffers.gradient, buffers.touched, group, tag=tag, packs=packs))
         elif group is not None and buffers.zero:
             started.append(reduce_scatter(buffers.gradient, group, tag=unit))
         elif group is not None:
@@ -63,7 +64,8 @@ def tie(trained: Sequence[UnitBuffers], group: Group) -> None:
 def _reduce_shard(buffers: UnitBuffers, group: Group) -> PendingCollective:
     if buffers.touched is None:
         return all_reduce(buffers.gradient_shard, group)
-    return reduce_rows(buffers.gradient_shard, buffers.touched, group, start=buffers.start)
+    packs = not buffers.shards_gradients
+    return reduce_rows(buffers.gradient_shard, buffers.touched, group, start=buffers.start, packs=packs)
 
 
 def reduce_partial(trained: Iterable[UnitBuffers], tp: Group) -> None:

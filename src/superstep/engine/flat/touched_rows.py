@@ -17,8 +17,21 @@ from torch import Tensor
 from superstep.comm.collectives import DONE, FollowedCollective, PendingCollective, all_reduce, reduce_scatter, unite
 from superstep.comm.mesh import Group
 from superstep.engine.flat.layout import BufferLayout, Slot
-from superstep.kernels.rows.table_rows import add_rows, put_rows, take_rows, zero_rows
+from superstep.kernels.rows.table_rows import add_rows, cut_rows, put_rows, zero_rows
 from superstep.numerics.fixed_point import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Gradients of touched pieces that are cut out of a buffer, where they are zero.
+
+    Attributes:
+        rows: the pieces' numbers, counted from the first of the shard: int64 [U].
+        values: [U, width].
+    """
+
+    rows: Tensor
+    values: Tensor
 
 
 class TouchedRows:
@@ -30,11 +43,14 @@ class TouchedRows:
 
     Attributes:
         width: elements of a piece.
+        packed: the shard's gradients once they are summed over ranks, until something needs them in the buffer; None
+            while they are there.
     """
 
     def __init__(self, layout: BufferLayout, device: torch.device) -> None:
         self.width = layout.row_width
         self.marks = torch.zeros(layout.padded // self.width, dtype=torch.uint8, device=device)
+        self.packed: PackedRows | None = None
         self._version = -1
         self._listed: dict[tuple[int, int | None], Tensor] = {}
 
@@ -54,6 +70,17 @@ class TouchedRows:
     def rows_of(self, buffer: Tensor) -> Tensor:
         """A buffer, or a shard of it, as pieces: [N, width]."""
         return buffer.view(-1, self.width)
+
+    def cut(self, shard: Tensor, start: int) -> PackedRows:
+        """Cut the touched pieces out of a buffer that begins at an element; it is zero then."""
+        rows = self.list_rows(start, start + shard.numel())
+        return PackedRows(rows, cut_rows(self.rows_of(shard), rows))
+
+    def unpack(self, shard: Tensor) -> None:
+        """Put packed gradients into a buffer of the shard's size."""
+        if self.packed is not None:
+            put_rows(self.rows_of(shard), self.packed.rows, self.packed.values)
+            self.packed = None
 
     def zero(self, buffer: Tensor, start: int = 0) -> None:
         """Set the touched pieces of a buffer that begins at an element to zero."""
@@ -93,7 +120,7 @@ class RowSink:
 
 
 def reduce_rows(
-    gradient: Tensor, touched: TouchedRows, group: Group, *, start: int = 0, tag: int | None = None
+    gradient: Tensor, touched: TouchedRows, group: Group, *, start: int = 0, tag: int | None = None, packs: bool = False
 ) -> PendingCollective:
     """Start summing the rows of a gradient buffer that any rank of a group has touched; they are marked on all.
 
@@ -103,30 +130,39 @@ def reduce_rows(
         group: the ranks.
         start: the first element of the shard.
         tag: of a reduction to shards, of which each rank gets its own; None sums on every rank.
+        packs: the sums stay packed; else they are put back into the buffer.
     """
+    touched.unpack(gradient)
     unite(touched.marks, group)
-    rows, whole = touched.list_rows(start, start + gradient.numel()), touched.rows_of(gradient)
-    if not len(rows):
+    packed = touched.cut(gradient, start)
+    if not len(packed.rows):
         return DONE
     if tag is None:
-        packed = take_rows(whole, rows)
-        return FollowedCollective(all_reduce(packed, group), lambda: put_rows(whole, rows, packed))
-    return _reduce_to_owners(whole, rows, group, tag)
+        shard, pending = gradient, all_reduce(packed.values, group)
+    else:
+        shard = gradient.chunk(group.size())[group.rank()]
+        packed, pending = _reduce_to_owners(packed, len(touched.marks) // group.size(), group, tag)
+
+    def keep() -> None:
+        touched.packed = packed
+        if not packs:
+            touched.unpack(shard)
+
+    return FollowedCollective(pending, keep)
 
 
-def _reduce_to_owners(whole: Tensor, rows: Tensor, group: Group, tag: int) -> PendingCollective:
-    """Sum touched rows on the rank whose shard has them: shards are padded to the most rows of any."""
-    size, me = group.size(), group.rank()
-    share = len(whole) // size
+def _reduce_to_owners(touched: PackedRows, share: int, group: Group, tag: int) -> tuple[PackedRows, PendingCollective]:
+    """Sum touched rows on the rank whose shard, of ``share`` rows, has them: shards are padded to the most touched rows
+    of any.
+    """
+    size, me, rows = group.size(), group.rank(), touched.rows
     owners = rows // share
     counts = torch.bincount(owners, minlength=size)
     first = torch.cumsum(counts, 0) - counts
     most = int(counts.max())
     places = owners * most + torch.arange(len(rows), device=rows.device) - first[owners]
-    packed = whole.new_zeros(size * most, whole.shape[1])
-    packed.index_copy_(0, places, whole.index_select(0, rows))
-    mine, start = rows[owners == me], me * most
-    return FollowedCollective(
-        reduce_scatter(packed.view(-1), group, tag=tag),
-        lambda: put_rows(whole, mine, packed[start : start + len(mine)]),
-    )
+    packed = touched.values.new_zeros(size * most, touched.values.shape[1])
+    packed.index_copy_(0, places, touched.values)
+    mine, start = rows[owners == me] - me * share, me * most
+    own = PackedRows(mine, packed[start : start + len(mine)])
+    return own, reduce_scatter(packed.view(-1), group, tag=tag)

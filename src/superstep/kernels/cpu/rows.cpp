@@ -30,12 +30,12 @@ double superstep_square_rows(const float* table, const int64_t* rows, int64_t co
 }
 
 void superstep_update_rows(float* table, const int64_t* rows, int64_t count, int64_t width, const float* grads,
-                           float lr, float scale, float most) {
-  update_rows(table, grads, {rows, count, width}, lr, scale, most);
+                           int64_t is_packed, float lr, float scale, float most) {
+  update_rows(table, grads, is_packed, {rows, count, width}, lr, scale, most);
 }
 
-void superstep_take_rows(const float* table, const int64_t* rows, int64_t count, int64_t width, float* packed) {
-  take_rows(table, {rows, count, width}, packed);
+void superstep_cut_rows(float* table, const int64_t* rows, int64_t count, int64_t width, float* packed) {
+  cut_rows(table, {rows, count, width}, packed);
 }
 
 void superstep_put_rows(float* table, const int64_t* rows, int64_t count, int64_t width, const float* packed) {

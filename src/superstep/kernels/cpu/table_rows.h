@@ -55,21 +55,24 @@ inline double square_rows(const float* table, const Rows& rows) {
   return sum;
 }
 
-// w = w - lr min(1, most / |g / scale|) g / scale
-inline void update_rows(float* table, const float* grads, const Rows& rows, float lr, float scale, float most) {
+// w = w - lr min(1, most / |g / scale|) g / scale; gradients lie like the table, or packed: those of the chosen rows.
+inline void update_rows(float* table, const float* grads, bool is_packed, const Rows& rows, float lr, float scale,
+                        float most) {
   rows.each([&](int64_t i, int64_t at) {
     rows.prefetch(table, i);
-    const float norm = std::sqrt(square_of(grads + at, rows.width)) / scale;
+    const float* const g = grads + (is_packed ? i * rows.width : at);
+    const float norm = std::sqrt(square_of(g, rows.width)) / scale;
     const float by = norm > most ? lr * (most / norm) / scale : lr / scale;
-    for (int64_t j = 0; j < rows.width; ++j) table[at + j] -= by * grads[at + j];
+    for (int64_t j = 0; j < rows.width; ++j) table[at + j] -= by * g[j];
   });
 }
 
-// Chosen rows of a table next to each other in `packed`, and back.
-inline void take_rows(const float* table, const Rows& rows, float* packed) {
+// Chosen rows of a table next to each other in `packed`, and zeros in their places; and back.
+inline void cut_rows(float* table, const Rows& rows, float* packed) {
   rows.each([&](int64_t i, int64_t at) {
     rows.prefetch(table, i);
     std::copy_n(table + at, rows.width, packed + i * rows.width);
+    std::fill_n(table + at, rows.width, 0.0f);
   });
 }
 

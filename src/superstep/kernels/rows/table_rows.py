@@ -1,4 +1,4 @@
-"""Chosen rows of a table: taken, put back, added to, squared, updated, set to zero; by C++ on a CPU, else by torch.
+"""Chosen rows of a table: cut out, put back, added to, squared, updated, set to zero; by C++ on a CPU, else by torch.
 
 U  chosen rows    N  rows of a table    W  its width
 """
@@ -66,12 +66,14 @@ def add_rows(table_NW: Tensor, rows_U: Tensor, values_UW: Tensor) -> None:
         table_NW.index_add_(0, rows_U, values_UW)
 
 
-def take_rows(table_NW: Tensor, rows_U: Tensor) -> Tensor:
-    """``table[rows]``, [U, W]."""
+def cut_rows(table_NW: Tensor, rows_U: Tensor) -> Tensor:
+    """``table[rows]``, [U, W], which are zero from now on."""
     if not _takes(table_NW):
-        return table_NW.index_select(0, rows_U)
+        packed = table_NW.index_select(0, rows_U)
+        table_NW.index_fill_(0, rows_U, 0)
+        return packed
     packed = table_NW.new_empty(len(rows_U), table_NW.shape[1])
-    run("take_rows", table_NW, rows_U, *packed.shape, packed)
+    run("cut_rows", table_NW, rows_U, *packed.shape, packed)
     return packed
 
 
@@ -99,16 +101,19 @@ def square_rows(table_NW: Tensor, rows_U: Tensor) -> Tensor:
 
 
 def update_rows(
-    table_NW: Tensor, rows_U: Tensor, grads_NW: Tensor, *, lr: float, scale: float, most_norm: float
+    table_NW: Tensor, rows_U: Tensor, grads: Tensor, *, lr: float, scale: float, most_norm: float, is_packed: bool
 ) -> None:
     """``table[rows] -= lr · g``, where g is the rows' gradient divided by ``scale``, each row shortened to
     ``most_norm``. The bits of a row do not depend on the others.
+
+    Args:
+        grads: as the table, [N, W]; packed those of the rows alone, [U, W].
     """
-    if _takes(table_NW, grads_NW):
-        numbers = float(lr), float(scale), float(most_norm)
-        run("update_rows", table_NW, rows_U, len(rows_U), table_NW.shape[1], grads_NW, *numbers)
+    if _takes(table_NW, grads):
+        numbers = int(is_packed), float(lr), float(scale), float(most_norm)
+        run("update_rows", table_NW, rows_U, len(rows_U), table_NW.shape[1], grads, *numbers)
         return
-    grads = grads_NW.index_select(0, rows_U)
+    grads = grads if is_packed else grads.index_select(0, rows_U)
     norms = row_squares(grads).sqrt() / scale
     by = torch.where(norms > most_norm, most_norm / norms * lr, lr) / scale
     table_NW.index_copy_(0, rows_U, table_NW.index_select(0, rows_U) - by[:, None] * grads)
