@@ -2,10 +2,9 @@
 
 A step has two phases. In "judge" the discriminator learns to tell real digits from drawn ones, and the class of real
 ones; in "fool" the generator learns to draw digits that it takes for real (the loss of section 3 that does not
-saturate), and for the class that was given. Convolutions and batch norm as in DCGAN (Radford 2016). What the
-discriminator sees is moved by up to two pixels (Zhao 2020), so that 8,000 digits last: those of
-recipes/fetch_digits.py, in runs/digits. Latents and moves are fields of the samples, drawn from their noise: a function
-of the seed, the epoch and the digit, whatever the layout.
+saturate), and for the class that was given; no real digit is computed there. Convolutions and batch norm as in DCGAN
+(Radford 2016). Digits are moved by up to two pixels (Zhao 2020), so that the 8,000 of recipes/fetch_digits.py, in
+runs/digits, last. Latents and moves are fields of the samples, drawn from their noise, whatever the layout.
 """
 
 import functools
@@ -51,22 +50,25 @@ def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tens
     return {"latents": latents, "pixels": pixels[index], "moves": moves, "target": classes[index]}
 
 
-class Pair(nn.Module):
-    """A drawn digit and a real one, both moved: [B, 2, 1, 28, 28]."""
+class Move(nn.Module):
+    """Digits [B, 1, 28, 28], moved by a number of the moves."""
 
-    def forward(self, drawn: Tensor, real: Tensor, moves: Tensor) -> Tensor:
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, digits: Tensor, moves: Tensor) -> Tensor:
         side = torch.arange(28, device=moves.device)
-        rows, columns = (moves.unsqueeze(-1) + side).unbind(2)  # [B, 2, 28] each
-        pair = F.pad(torch.cat((drawn, real), 1), [MOVE] * 4)
-        pair = pair.gather(2, rows.unsqueeze(-1).expand(-1, -1, -1, 28 + 2 * MOVE))
-        return pair.gather(3, columns.unsqueeze(2).expand(-1, -1, 28, -1)).unsqueeze(2)
+        rows, columns = (moves[:, self.number].unsqueeze(-1) + side).unbind(1)  # [B, 28] each
+        wide = F.pad(digits, [MOVE] * 4).gather(2, rows[:, None, :, None].expand(-1, -1, -1, 28 + 2 * MOVE))
+        return wide.gather(3, columns[:, None, None].expand(-1, -1, 28, -1))
 
 
-class Each(nn.Sequential):
-    """Layers that compute each picture of a pair alone: [B, 2, ...]."""
+class Together(nn.Module):
+    """Logits of one or two digits each, [B, 1 or 2, 11]."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    def forward(self, *logits: Tensor) -> Tensor:
+        return torch.stack(logits, 1)
 
 
 def judge(logits: Tensor, targets: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def judge(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def fool(logits: Tensor, targets: Tensor) -> Tensor:
-    """The generator's loss, of the same logits."""
+    """The generator's loss, of the logits of the drawn digit."""
     return F.softplus(-logits[:, 0, 0]).sum()
 
 
@@ -85,9 +87,12 @@ def class_of(number: int, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
-    """Two units that draw, the pair, two units that judge. Superstep calls this."""
+    """Two units that draw, three that judge that, three of the same weights for a real digit. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
     C, rectify = WIDTH, partial(nn.LeakyReLU, 0.2)
+    convolutions = [nn.Conv2d(before, after, 4, 2, 1) for before, after in ((1, C), (C, 2 * C))]
+    look = nn.Sequential(*(part for each in convolutions for part in (each, rectify(), nn.Dropout(0.3))))
+    say = nn.Sequential(nn.Flatten(), nn.Linear(2 * C * 49, 11))
     modules = [
         nn.Sequential(
             nn.Linear(LATENTS + 10, 2 * C * 49, bias=False), nn.Unflatten(1, (2 * C, 7, 7)),
@@ -97,22 +102,18 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
             nn.ConvTranspose2d(2 * C, C, 4, 2, 1, bias=False), BatchNorm(C, GROUP), nn.ReLU(),
             nn.ConvTranspose2d(C, 1, 4, 2, 1), nn.Sigmoid(),
         ),
-        Pair(),
-        nn.Sequential(
-            Each(nn.Conv2d(1, C, 4, 2, 1), rectify()), nn.Dropout(0.3),
-            Each(nn.Conv2d(C, 2 * C, 4, 2, 1), rectify()), nn.Dropout(0.3),
-        ),
-        Each(nn.Flatten(), nn.Linear(2 * C * 49, 11)),
+        Move(0), look, say, Move(1), look, say, Together(),
     ]  # fmt: skip
     for layer in (layer for module in modules for layer in module.modules()):
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(layer.weight, 0, 0.02)
     return as_units(
         modules,
-        inputs={2: [1, "pixels", "moves"]},
+        inputs={2: [1, "moves"], 5: ["pixels", "moves"], 8: [4, 7]},
         loss={
             "judge": {"judge": judge, "real_class": partial(class_of, 1)},
             "fool": {"fool": fool, "drawn_class": partial(class_of, 0)},
         },
-        phases={"judge": (3, 4), "fool": (0, 1)},
+        phases={"judge": (3, 4, 6, 7), "fool": (0, 1)},
+        phase_inputs={"fool": [4]},
     )

@@ -174,7 +174,7 @@ def test_check_refuses_a_lost_or_moved_part(rank, text, other, rule):
     [
         (((), (0,), (3,), (2,), (3,), (4,)), r"u2 takes \[3\]: only units before it"),
         (((), (0,), (1, 1), (2,), (3,), (4,)), r"u2 takes \[1, 1\]: only units before it, each once"),
-        (((), (0,), (1,), (1,), (3,), (4,)), "no unit takes what u2 returns"),
+        (((), (0,), (1,), (1,), (3,), (4,)), "nothing that leads to the loss takes what u2 returns"),
         (((), (0,)), "2 units have inputs, and the program has 6"),
     ],
 )

@@ -39,7 +39,7 @@ def _tensors(run: Path):
 def test_both_nets_and_their_optimizers_go_on_after_a_kill_and_a_stop_with_the_same_bits(here, monkeypatch, capfd):
     assert main(["train", *FLAGS, "--state.dir", "whole"]) == 0
     whole = _tensors(here / "whole")
-    assert all(whole[f"exp_avg.{name}"].any() for name in ("0.0.weight", "1.0.weight", "3.0.0.weight", "4.1.weight"))
+    assert all(whole[f"exp_avg.{name}"].any() for name in ("0.0.weight", "1.0.weight", "3.0.weight", "4.1.weight"))
     lines = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     started = lines[0]
     assert started["predicted_step_s"] > 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from longer import many_ranks
 from superstep.comm.device import Device
+from superstep.cost.program.time.operation import MatmulOperation, UnitOperations
 from superstep.data.batch import Batch
 from superstep.engine import build
 from superstep.engine.engine import Engine
@@ -42,6 +43,7 @@ from superstep.program.text import describe, read_program, write_program
 from superstep.train.proof import prove_tolerance
 from superstep.train.proof.prove_tolerance import prove, write_reference
 from superstep.train.proof.reference import unit_steps
+from superstep.train.weights.model import flops_per_token
 
 
 class Pair(nn.Module):
@@ -307,6 +309,77 @@ def test_tensor_parallel_ranks_train_both_phases(pool, tmp_path):
     write_reference(cut_gan(), run.config.train, batches(), tmp_path)
     verdict = pool.run(2, _prove_cut, run, str(tmp_path), timeout_s=60)[0]
     assert verdict.is_proven, verdict.first and verdict.first.describe()
+
+
+class Both(nn.Module):
+    """The logits of one picture or of two."""
+
+    def forward(self, *logits: Tensor) -> Tensor:
+        return torch.cat(logits, 1)
+
+
+def apart(phases=None, phase_inputs=None, last=(2, 4)):
+    """The same with the drawn and the real picture in units of their own, which share the discriminator's weights."""
+    torch.manual_seed(3)
+    critic = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.GELU(), nn.Dropout(0.2), nn.Linear(12, 1))
+    drawn = nn.Sequential(nn.Linear(6, 16, bias=False), BatchNorm(16, 4), nn.GELU(), nn.Linear(16, 16))
+    return as_units(
+        [drawn, nn.Unflatten(1, (1, 4, 4)), critic, nn.Identity(), critic, Both()],
+        inputs={0: ["latents"], 3: ["pixels"], 5: last},
+        loss={"judge": judge, "fool": fool},
+        phases=phases or {"judge": (2, 4), "fool": (0,)},
+        phase_inputs={"fool": (2,)} if phase_inputs is None else phase_inputs,
+    )
+
+
+def test_a_phase_computes_only_what_leads_to_its_loss():
+    first, second = map(compile_step, run_of(specs=apart(), microbatch=16).plan.list_phases())
+    assert [i for i in map(describe, first.ranks[0]) if "backward" in i] == [f"backward u{u} m0" for u in (5, 4, 2)]
+    assert [describe(i) for i in second.ranks[0]] == [
+        "forward u0 m0 keep=all", "forward u1 m0 keep=all", "forward u2 m0 keep=all", "forward u5 m0 keep=all",
+        "backward u5 m0", "backward u2 m0", "backward u1 m0", "backward u0 m0", "step",
+    ]  # fmt: skip
+    assert read_program(write_program(second)) == second
+    one = MatmulOperation(rows=16, inner=1, width=1)
+    traced = UnitOperations(forward=(one,), backward=(one,), weight=(), input_bytes=0)
+    run = run_of(specs=apart(), microbatch=16)
+    passes = 6 + 3, 4 + 4  # of each phase, forward and backward
+    assert flops_per_token(run, [traced] * 12) * run.targets_of_row == 2 * sum(passes)
+
+
+APART = [{}, {"dp": 2, "zero": 2, "microbatch": 4}, {"dp": 2, "zero": 3, "microbatch": 4}, {"pp": 2, "microbatch": 4}]
+
+
+def _prove_apart(rank, world, run, folder):
+    torch.set_num_threads(1)
+    return prove(World(rank, world, Device("cpu")), run, batches(), Path(folder), reruns=True, specs=apart())
+
+
+@pytest.mark.multiproc
+def test_every_layout_computes_the_phases_of_units_apart(pool, tmp_path):
+    write_reference(apart(), run_of(specs=apart()).config.train, batches(), tmp_path)
+    for plan in APART:
+        run = run_of(specs=apart(), **plan)
+        verdict = pool.run(run.plan.mesh.world, _prove_apart, run, str(tmp_path), timeout_s=240)[0]
+        assert verdict.is_proven, (plan, verdict.first and verdict.first.describe())
+
+
+WRONG_INPUTS = [
+    ({"phase_inputs": {"foul": (2,)}}, "unit '5' has inputs in phase 'foul', which has no loss; did you mean"),
+    ({"phase_inputs": {"fool": (2, 3)}}, "unit '5' takes '3' in phase 'fool' alone; name it in its inputs too."),
+    ({"phase_inputs": {"fool": (4,)}}, "phase 'fool' trains unit '0', which does not lead to its loss; name another"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_INPUTS, ids=[message[:40] for _, message in WRONG_INPUTS])
+def test_inputs_of_a_phase_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run_of(specs=apart(**changes))
+
+
+def test_a_stage_of_which_a_phase_needs_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"phase 'fool' computes no unit of the stage of unit '3'; set plan\.stages"):
+        run_of(specs=apart(), pp=3, microbatch=4, stages=(3, 1, 2))
 
 
 def test_the_program_of_a_phase_goes_back_to_what_it_trains_and_no_further():

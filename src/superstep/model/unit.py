@@ -114,6 +114,8 @@ class UnitSpec:
     """The phase in which the unit is trained, of a step of several."""
     is_encoder: bool = False
     """Whether it is part of an encoder, which ``plan.encoder`` places."""
+    phase_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of the last unit: its ``inputs`` in some phases. What does not lead to them is not computed there."""
 
 
 INPUT = "the batch's input"
@@ -134,7 +136,8 @@ def list_phases(specs: Sequence[UnitSpec]) -> tuple[str, ...]:
 def in_phase(specs: Sequence[UnitSpec], phase: str) -> tuple[UnitSpec, ...]:
     """The units with the loss of one phase."""
     *others, last = specs
-    return (*others, replace(last, loss=last.losses[phase], losses={}))
+    inputs = last.phase_inputs.get(phase, last.inputs)
+    return (*others, replace(last, loss=last.losses[phase], losses={}, inputs=inputs, phase_inputs={}))
 
 
 def list_losses(specs: Sequence[UnitSpec]) -> tuple[str, ...]:
@@ -277,7 +280,8 @@ class UnitGraph(nn.Module):
     def __init__(self, units: Sequence[UnitSpec], seed: int) -> None:
         super().__init__()
         self.units = nn.ModuleList(unit.build() for unit in units)
-        self.sources = list_sources(units)
+        phases = {"": list(units)} | {phase: in_phase(units, phase) for phase in list_phases(units)}
+        self.sources = {phase: list_sources(its_units) for phase, its_units in phases.items()}
         self.noises = [(f"{unit.name}.", compute_by_place(part)) for unit, part in zip(units, self.units, strict=True)]
         self.given = [{name: GIVEN[name] for name in unit.takes} for unit in units]
         self.parts: dict[str, tuple[ParamSpec, nn.Parameter]] = {}
@@ -291,17 +295,25 @@ class UnitGraph(nn.Module):
                 with torch.no_grad():
                     param.copy_(initial(spec, param.shape, seed))
 
-    def forward(self, x: Tensor | Fields, *, place: SamplePlace = EVALUATION, **others: Any) -> Tensor:  # noqa: ANN401
+    def forward(
+        self,
+        x: Tensor | Fields,
+        *,
+        place: SamplePlace = EVALUATION,
+        phase: str = "",
+        **others: Any,  # noqa: ANN401
+    ) -> Tensor:
         """The output of the last unit, for the input of the batch or for all its fields.
 
         Args:
             x: the input, or each field by name.
             place: of the rows' random numbers.
+            phase: of a step of several, whose last unit may have inputs of its own.
             others: keyword arguments of units, instead of those of ``GIVEN``.
         """
         fields = name_fields(x)
         values: list[Tensor] = []
-        parts = zip(self.units, self.sources, self.given, self.noises, strict=True)
+        parts = zip(self.units, self.sources[phase], self.given, self.noises, strict=True)
         for module, sources, given, (prefix, current) in parts:
             taken = [fields[of] if isinstance(of, str) else values[of - 1] for of in sources]
             here = given | {name: value for name, value in others.items() if name in given}

@@ -114,7 +114,8 @@ class _Rank:
 
     def _list_left_over(self) -> Iterator[str]:
         passes = self.program.passes
-        expected = {(u, m) for m, own in enumerate(self.own) for u in own}
+        needed = self.program.needed
+        expected = {(u, m) for m, own in enumerate(self.own) for u in own if u in needed}
         yield from (f"u{u} has no forward for m{m}" for u, m in sorted(expected - self.forwarded))
         if self.is_training:
             backward = {(u, m) for u, m in expected if u + 1 in self.gradient_values}
@@ -323,16 +324,16 @@ class _Rank:
 
 
 def _check_edges(program: Program) -> None:
-    """Units come after those whose outputs they take, and every output but the last is taken."""
+    """Units come after those whose outputs they take, and every output that is computed, but the last, is taken."""
     taken = program.taken
     if len(taken) != len(program.units):
         raise InvalidProgram(f"{len(taken)} units have inputs, and the program has {len(program.units)}")
     for unit, values in enumerate(taken):
         if any(not 0 < value <= unit for value in values) or len(set(values)) < len(values):
             raise InvalidProgram(f"u{unit} takes {list(program.inputs[unit])}: only units before it, each once")
-    unread = set(range(1, len(taken))) - {value for values in taken for value in values}
-    if unread:
-        raise InvalidProgram(f"no unit takes what u{min(unread) - 1} returns")
+    computed = {i.unit for instructions in program.ranks for i in instructions if isinstance(i, ins.Forward)}
+    if unread := computed - program.needed:
+        raise InvalidProgram(f"nothing that leads to the loss takes what u{min(unread)} returns")
 
 
 def _list_readers(program: Program, rank: int, m: int, *, has_transfers: bool) -> dict[int, list[int]]:

@@ -55,7 +55,8 @@ def _as_it_is(program: Program) -> Program:
 
 
 def compile_evaluation(plan: Plan) -> Program:
-    """Forward passes over one global batch, for its loss only."""
+    """Forward passes over one global batch, for its loss only: of several phases that of the first."""
+    plan = plan.list_phases()[0]
     placement = plan.placement[1:] if plan.encoders else plan.placement
     tasks = forward_order(placement=placement, microbatches=plan.microbatches)
     program = check(_lower(plan, tasks, is_training=False))

@@ -24,7 +24,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
-from superstep.plan.sharding.edges import list_backward_units, list_passing_values, list_taken_values
+from superstep.plan.sharding.edges import (
+    list_backward_units,
+    list_needed_units,
+    list_passing_values,
+    list_taken_values,
+)
 from superstep.plan.zero import ZeroStage
 
 Keep = Literal["all", "selective", "input", "nothing"]
@@ -231,6 +236,11 @@ class Program(ZeroStage):
         return list_taken_values(len(self.units), self.inputs)
 
     @property
+    def needed(self) -> frozenset[int]:
+        """The units that lead to the loss: in one phase not always all."""
+        return list_needed_units(self.inputs) if self.inputs else frozenset(range(len(self.units)))
+
+    @property
     def passing(self) -> tuple[tuple[int, ...], ...]:
         """The values that enter each stage from the one before; one more entry, empty, ends them."""
         return list_passing_values(self.stages, self.taken)
@@ -238,7 +248,9 @@ class Program(ZeroStage):
     @property
     def has_backward(self) -> tuple[bool, ...]:
         """Whether each unit has a backward pass: none in front of the first trained one has."""
-        return list_backward_units(self.taken, [bool(self.list_trained(unit)) for unit in range(len(self.units))])
+        needed = self.needed
+        trained = [unit in needed and bool(self.list_trained(unit)) for unit in range(len(self.units))]
+        return list_backward_units(self.taken, trained)
 
     @property
     def gradient_values(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Passes: functions from Program to Program, each adding one concern.
 
 lower         tasks to units: a stage's forward is its units in order, its backward passes the same in reverse,
-              without units in which and before which nothing is trained
+              without units in which and before which nothing is trained; a unit that no loss needs has neither
 recompute     before a backward of a unit that kept only its input, compute the unit again
 transfers     between stages on different ranks: receives one task ahead, sends as soon as there is something
 reductions    gradients over dp as soon as they are final; tied and partial gradients after that
@@ -30,7 +30,7 @@ Passing: TypeAlias = Mapping[Wire, Sequence[Sequence[int]]]
 
 
 def lower(plan: Plan, order: Order, encoding: tuple[int, ...] = (), *, is_training: bool) -> Program:
-    has_backward = plan.has_backward
+    has_backward, needed = plan.has_backward, plan.needed
 
     def keep(unit: int) -> Keep:
         if not is_training or not has_backward[unit]:
@@ -41,7 +41,7 @@ def lower(plan: Plan, order: Order, encoding: tuple[int, ...] = (), *, is_traini
         return kept[plan.recompute]
 
     def instructions(task: StageTask) -> Iterator[Instruction]:
-        units, m = plan.stages[task.stage], task.microbatch
+        units, m = [u for u in plan.stages[task.stage] if u in needed], task.microbatch
         back = [u for u in reversed(units) if has_backward[u]]
         match task.kind:
             case "forward":

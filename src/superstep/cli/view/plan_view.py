@@ -45,8 +45,8 @@ def _draw_phases(run: Resolved, prediction: Prediction, picture: DrawOptions) ->
         return draw(prediction.timeline, picture, prediction.step_s)
     longest_s = max(timeline.step_s for timeline in prediction.timelines)
     return "\n".join(
-        f"phase {name}\n{draw(timeline, picture, longest_s)}"
-        for (name, _), timeline in zip(run.plan.phases, prediction.timelines, strict=True)
+        f"phase {phase.name}\n{draw(timeline, picture, longest_s)}"
+        for phase, timeline in zip(run.plan.phases, prediction.timelines, strict=True)
     )
 
 

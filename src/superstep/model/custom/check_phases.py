@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.unit import UnitSpec, list_losses, list_phases
+from superstep.plan.model.outline import Outline
+from superstep.plan.sharding.edges import list_needed_units
 
 
 def check_phases(specs: Sequence[UnitSpec], where: str) -> None:
@@ -36,3 +38,27 @@ def check_phases(specs: Sequence[UnitSpec], where: str) -> None:
     for phase in phases:
         if all(spec.phase != phase for spec in specs):
             raise ConfigError(f"{where}: phase '{phase}' trains nothing; name it in a unit with parameters.")
+
+
+def check_phase_inputs(specs: Sequence[UnitSpec], outline: Outline, where: str) -> None:
+    """Check the inputs that the last unit has in some phases, and that what a phase trains leads to them; raises
+    ConfigError.
+    """
+    *others, last = specs
+    if early := [spec.name for spec in others if spec.phase_inputs]:
+        raise ConfigError(f"{where}: unit '{early[0]}' has inputs by phase, which only the last unit may have.")
+    for phase, inputs in last.phase_inputs.items():
+        if phase not in outline.phases:
+            known = did_you_mean(phase, outline.phases) if outline.phases else "; leave them out."
+            raise ConfigError(f"{where}: unit '{last.name}' has inputs in phase '{phase}', which has no loss{known}")
+        if unknown := [name for name in inputs if name not in last.inputs]:
+            raise ConfigError(
+                f"{where}: unit '{last.name}' takes '{unknown[0]}' in phase '{phase}' alone; name it in its inputs too."
+            )
+        needed = list_needed_units(outline.inputs_in(phase))
+        for number, spec in enumerate(specs):
+            if spec.phase == phase and number not in needed:
+                raise ConfigError(
+                    f"{where}: phase '{phase}' trains unit '{spec.name}', which does not lead to its loss; name "
+                    f"another phase, or a unit behind it in the inputs of '{last.name}' in this one."
+                )

@@ -19,7 +19,7 @@ from superstep.model.by_place.batch_norm import STATISTICS, is_statistic
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.custom.batch_dependence import check_rows
 from superstep.model.custom.check_edges import check_inputs, check_outputs, require_fields
-from superstep.model.custom.check_phases import check_phases
+from superstep.model.custom.check_phases import check_phase_inputs, check_phases
 from superstep.model.custom.is_plain import (
     is_plain_convolution,
     is_plain_embedding,
@@ -88,10 +88,12 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
                     f"{parameter.axes}, another unit as {list(before.dims)} with {before.axes}; units that name the "
                     "same tensor share it, so give it one shape and the same axes, or another name."
                 )
-        units.append(Unit(spec.name, parameters, spec.inputs, spec.phase, spec.is_encoder))
+        inputs = tuple(spec.phase_inputs.items())
+        units.append(Unit(spec.name, parameters, spec.inputs, spec.phase, spec.is_encoder, phase_inputs=inputs))
     check_phases(specs, where)
     outline = Outline(tuple(units), list_phases(specs), list_losses(specs))
     check_outputs(outline, where)
+    check_phase_inputs(specs, outline, where)
     return outline
 
 

@@ -30,6 +30,7 @@ def as_units(
     takes: Mapping[int, Sequence[str]] | None = None,
     loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None = None,
     phases: Mapping[str, Sequence[int]] | None = None,
+    phase_inputs: Mapping[str, Sequence[int | str]] | None = None,
     axes: Mapping[str, Sequence[str | None]] | None = None,
 ) -> tuple[UnitSpec, ...]:
     """The units ``0``, ``1``, ...: parameter ``weight`` of the first is ``0.weight``, as in ``nn.Sequential``.
@@ -44,6 +45,8 @@ def as_units(
             logits [B, C] and class numbers [B]. Several by name are summed, with the weights of
             ``phases.loss_weights``. Of a step of several phases, the loss or losses of each phase by its name.
         phases: the modules that each phase trains, by their number; None for a step of one.
+        phase_inputs: what the last module takes in some phases instead, by their names. Modules that do not lead to it
+            are not computed there.
         axes: of some parameters by their names, such as ``0.weight``: axes of the first dims, which a plan's rules may
             cut over tp; a dim without one is whole.
 
@@ -74,7 +77,7 @@ def as_units(
         phase = phase_of.pop(str(number), "")
         given = tuple((takes or {}).get(number, ()))
         unit = UnitSpec(name=str(number), build=build, params=params, inputs=taken, takes=given, phase=phase)
-        units.append(_with_loss(unit, loss, has_phases=phases is not None) if is_last else unit)
+        units.append(_with_loss(unit, loss, phase_inputs or {}, has_phases=phases is not None) if is_last else unit)
     for name, dims in named.items():
         raise ConfigError(f"axes names '{name}' {tuple(dims)}, which is no parameter of the modules; leave it out.")
     for unknown, phase in phase_of.items():
@@ -87,10 +90,15 @@ def _name_dims(param: Tensor, first: Sequence[str | None]) -> tuple[str | None, 
 
 
 def _with_loss(
-    unit: UnitSpec, loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None, *, has_phases: bool
+    unit: UnitSpec,
+    loss: Loss | Mapping[str, Loss | Mapping[str, Loss]] | None,
+    phase_inputs: Mapping[str, Sequence[int | str]],
+    *,
+    has_phases: bool,
 ) -> UnitSpec:
     if isinstance(loss, Mapping) and has_phases:
-        return replace(unit, losses={phase: _as_one(each) for phase, each in loss.items()})
+        taken = {phase: tuple(map(str, each)) for phase, each in phase_inputs.items()}
+        return replace(unit, losses={phase: _as_one(each) for phase, each in loss.items()}, phase_inputs=taken)
     return replace(unit, loss=None if loss is None else _as_one(loss))  # type: ignore[arg-type]
 
 

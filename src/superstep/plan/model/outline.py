@@ -7,7 +7,7 @@ that, only the names of the units, and each parameter's name, axes, dims and kin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from superstep.plan.rules import Rules
@@ -62,6 +62,7 @@ class Unit:
             the unit before.
         phase: in which it is trained, of a step of several phases.
         is_encoder: whether it is part of an encoder, which ``plan.encoder`` places.
+        phase_inputs: of the last unit: phases in which it has other inputs, and these.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Unit:
     inputs: tuple[str, ...] = ()
     phase: str = ""
     is_encoder: bool = False
+    phase_inputs: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +129,18 @@ class Outline:
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
         """For each unit, the units whose outputs it takes, in the order of its arguments; () for a chain."""
+        return self.inputs_in("")
+
+    def inputs_in(self, phase: str) -> tuple[tuple[int, ...], ...]:
+        """The same in one phase, in which the last unit may have inputs of its own."""
         numbers = {name: number for number, name in enumerate(self.names)}
+        *others, last = self.units
+        last = replace(last, inputs=dict(last.phase_inputs).get(phase, last.inputs))
         taken = tuple(
             tuple(numbers[name] for name in unit.inputs if name in numbers)
             if unit.inputs
             else tuple(range(max(number - 1, 0), number))
-            for number, unit in enumerate(self.units)
+            for number, unit in enumerate((*others, last))
         )
         is_chain = all(units == tuple(range(max(number - 1, 0), number)) for number, units in enumerate(taken))
         return () if is_chain else taken

@@ -29,14 +29,30 @@ from superstep.plan.saved_activations import PLAIN, SavedActivations
 from superstep.plan.sharding.divisibility import check_context, check_experts, check_replicas, check_rules
 from superstep.plan.sharding.edges import (
     list_backward_units,
+    list_needed_units,
     list_taken_values,
     require_no_return,
     require_way_back,
+    require_work,
 )
 from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.skip_and_rollback import check_recompute
 from superstep.plan.zero import ZeroStage
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhase:
+    """One phase of a step.
+
+    Attributes:
+        trained: the units that it trains.
+        inputs: for each unit, the units whose outputs it takes in this phase; () for a chain.
+    """
+
+    name: str
+    trained: tuple[int, ...]
+    inputs: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +71,7 @@ class Plan(ZeroStage):
         frozen: units without trained parameters; of one phase, those that it does not train.
         resting: those of them that another phase trains.
         sparse: units with tables of which only touched rows have a gradient.
-        phases: for each phase of a step, its name and the units that it trains; () for a step of one.
+        phases: of a step; () for a step of one.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
@@ -91,21 +107,22 @@ class Plan(ZeroStage):
     snapshots: bool = False
     resting: tuple[int, ...] = ()
     sparse: tuple[int, ...] = ()
-    phases: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    phases: tuple[PlannedPhase, ...] = ()
     encoder: EncoderPlacement = "front"
 
     def list_phases(self) -> tuple[Plan, ...]:
         """The plan of each phase of a step, in their order; only itself for a step of one."""
-        every = {unit for _, units in self.phases for unit in units}
+        every = {unit for phase in self.phases for unit in phase.trained}
         return tuple(
             replace(
                 self,
-                frozen=tuple(unit for unit in range(len(self.units)) if unit not in units),
-                resting=tuple(sorted(every - set(units))),
+                frozen=tuple(unit for unit in range(len(self.units)) if unit not in phase.trained),
+                resting=tuple(sorted(every - set(phase.trained))),
+                inputs=phase.inputs,
                 snapshots=self.snapshots and number == 0,
                 phases=(),
             )
-            for number, (_, units) in enumerate(self.phases)
+            for number, phase in enumerate(self.phases)
         ) or (self,)
 
     @property
@@ -123,9 +140,15 @@ class Plan(ZeroStage):
         return family != "frozen"
 
     @property
+    def needed(self) -> frozenset[int]:
+        """The units that lead to the loss: in one phase not always all."""
+        return list_needed_units(self.inputs) if self.inputs else frozenset(range(len(self.units)))
+
+    @property
     def has_backward(self) -> tuple[bool, ...]:
         """Whether each unit has a backward pass: none in front of the first trained one has."""
-        trained = [not set(reads) <= set(self.frozen) for reads in self.params]
+        needed = self.needed
+        trained = [unit in needed and not set(reads) <= set(self.frozen) for unit, reads in enumerate(self.params)]
         return list_backward_units(list_taken_values(len(self.units), self.inputs), trained)
 
     def pad_dims(self, parameter: Parameter) -> tuple[int, ...]:
@@ -271,12 +294,18 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         snapshots=config.state.snapshot_every is not None,
     )
     require_way_back(made.units, stages, taken, made.has_backward)
+    for phase, its_plan in zip(made.phases, made.list_phases(), strict=False):
+        require_work(made.units, stages, its_plan.needed, phase.name)
     return made
 
 
-def _phases(outline: Outline) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _phases(outline: Outline) -> tuple[PlannedPhase, ...]:
     return tuple(
-        (phase, tuple(number for number, unit in enumerate(outline.units) if unit.phase == phase))
+        PlannedPhase(
+            phase,
+            tuple(number for number, unit in enumerate(outline.units) if unit.phase == phase),
+            outline.inputs_in(phase),
+        )
         for phase in outline.phases
     )
 

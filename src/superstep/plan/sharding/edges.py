@@ -10,7 +10,7 @@ its own readers. So the sum has one order, from the last reader to the first, on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from superstep.errors import ConfigError
 
@@ -18,7 +18,7 @@ Values = tuple[int, ...]
 
 
 def list_taken_values(units: int, inputs: Sequence[Sequence[int]]) -> tuple[Values, ...]:
-    """The values that each unit takes, in the order of its arguments.
+    """The values that each unit takes, in the order of its arguments; those that are not needed take none.
 
     Args:
         units: their number.
@@ -26,7 +26,21 @@ def list_taken_values(units: int, inputs: Sequence[Sequence[int]]) -> tuple[Valu
     """
     if not inputs:
         return ((), *((unit,) for unit in range(1, units)))[:units]
-    return tuple(tuple(unit + 1 for unit in before) for before in inputs)
+    needed = list_needed_units(inputs)
+    return tuple(tuple(unit + 1 for unit in before) if unit in needed else () for unit, before in enumerate(inputs))
+
+
+def list_needed_units(inputs: Sequence[Sequence[int]]) -> frozenset[int]:
+    """The units on which the output of the last one depends, itself too.
+
+    Args:
+        inputs: for each unit, the units whose outputs it takes.
+    """
+    needed = {len(inputs) - 1}
+    for unit in reversed(range(len(inputs))):
+        if unit in needed:
+            needed.update(inputs[unit])
+    return frozenset(needed)
 
 
 def list_passing_values(stages: Sequence[Values], taken: Sequence[Values]) -> tuple[Values, ...]:
@@ -73,6 +87,20 @@ def require_way_back(
                 f"the gradient of unit '{names[through[0] - 1]}' would pass the stage of unit '{names[units[0]]}', in "
                 "which and before which nothing is trained; set plan.stages so that the stage has a trained unit, or "
                 "plan.pp to 1."
+            )
+
+
+def require_work(names: Sequence[str], stages: Sequence[Values], needed: Collection[int], phase: str) -> None:
+    """Refuse a stage of which a phase needs no unit: it would pass nothing on.
+
+    Raises:
+        ConfigError: naming the phase and a unit of the stage.
+    """
+    for units in stages:
+        if not set(units) & set(needed):
+            raise ConfigError(
+                f"phase '{phase}' computes no unit of the stage of unit '{names[units[0]]}'; set plan.stages so that "
+                "each stage has a unit that leads to the phase's loss, or plan.pp to 1."
             )
 
 

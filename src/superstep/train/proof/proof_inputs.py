@@ -86,7 +86,7 @@ class Cases:
         if folder not in self._known:
             folder.mkdir(parents=True)
             model = units_of(run) if run.decoder is None or "frozen" in run.plan.families else run.decoder
-            phases = {name: train_of_phase(train, config.phases, name) for name, _ in run.plan.phases}
+            phases = {each.name: train_of_phase(train, config.phases, each.name) for each in run.plan.phases}
             # A phase with a setting of its own is clipped by that.
             clips = all(phase.clip_norm == train.clip_norm for phase in phases.values())
             clipped = write_reference(model, train, batches, folder, phases=phases, clips=clips)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from math import inf, sqrt
 from typing import Any
@@ -34,7 +35,9 @@ from superstep.model.unit import (
     ParamSpec,
     UnitGraph,
     UnitSpec,
+    in_phase,
     initial,
+    list_phases,
     parameters,
     step_of_statistic,
 )
@@ -91,10 +94,10 @@ def reference_steps(
         forward, specs = _units(units(shape), train.seed)
         losses = TwoTokenLosses(shape.mtp_weight)
         extended = [*map(losses.extend, batches)]
-        yield from _steps(forward, [_PhaseParts(losses, specs, train)], (), train, extended, clips=clips)
+        yield from _steps([_PhaseParts(forward, losses, specs, train)], (), train, extended, clips=clips)
         return
     forward, specs = _decoder(shape, train.seed)
-    yield from _steps(forward, [_PhaseParts(token_losses(train), specs, train)], (), train, batches, clips=clips)
+    yield from _steps([_PhaseParts(forward, token_losses(train), specs, train)], (), train, batches, clips=clips)
 
 
 def _decoder(shape: ModelShape, seed: int) -> tuple[Forward, Parts]:
@@ -131,20 +134,22 @@ def unit_steps(
     losses: Mapping[str, Loss | TokenLosses] = specs[-1].losses or {"": specs[-1].loss or token_losses(train)}
     parts_of_phases = [
         _PhaseParts(
+            partial(forward, phase=name),
             loss,
             [part for part in parts if not part[0].is_frozen and phase_of[part[0].name] == name],
             (phases or {}).get(name, train),
         )
         for name, loss in losses.items()
     ]
-    yield from _steps(forward, parts_of_phases, frozen, train, batches, clips=clips, together=count_together(specs))
+    yield from _steps(parts_of_phases, frozen, train, batches, clips=clips, together=count_together(specs))
 
 
-def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Forward, Parts]:
+def _units(specs: Sequence[UnitSpec], seed: int) -> tuple[Callable[..., Tensor], Parts]:
+    """The forward of units in a ``phase``, "" for a step of one, and their parameters."""
     model = UnitGraph(specs, seed)
 
-    def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any]) -> Tensor:
-        out: Tensor = model(fields, place=_place(now), **sight)
+    def forward(fields: Fields, now: DispatchContext, sight: Mapping[str, Any], phase: str = "") -> Tensor:
+        out: Tensor = model(fields, place=_place(now), phase=phase, **sight)
         return out
 
     return forward, list(model.parts.values())
@@ -164,8 +169,10 @@ def _place(now: DispatchContext) -> SamplePlace:
 @torch.no_grad()
 def reference_validation(model: ModelShape | Sequence[UnitSpec], seed: int, batches: Sequence[Batch]) -> float:
     """Nats per counted target over some batches, with the initial weights."""
+    if not isinstance(model, ModelShape):  # of several phases the loss of the first
+        model = in_phase(model, list_phases(model)[0]) if list_phases(model) else model
     forward, _ = _decoder(model, seed) if isinstance(model, ModelShape) else _units(model, seed)
-    own = None if isinstance(model, ModelShape) else next(iter(model[-1].losses.values()), model[-1].loss)
+    own = None if isinstance(model, ModelShape) else model[-1].loss
     loss_sum = own or TokenLosses()
     nats, count = 0.0, 0
     for batch in batches:
@@ -237,8 +244,9 @@ def _divisor(batch: Batch, *, is_counted: bool) -> float:
 
 @dataclass(slots=True)
 class _PhaseParts:
-    """What one phase trains, and its loss, settings and optimizer."""
+    """What one phase trains, and its forward, loss, settings and optimizer."""
 
+    forward: Forward
     loss_sum: TokenLosses | Loss
     specs: Parts
     train: TrainConfig
@@ -249,7 +257,6 @@ class _PhaseParts:
 
 
 def _steps(
-    forward: Forward,
     phases: Sequence[_PhaseParts],
     frozen: Parts,
     train: TrainConfig,
@@ -268,7 +275,7 @@ def _steps(
             for (_, param), optimizer in every:
                 param.requires_grad_(optimizer is phase.optimizer)
             phase.optimizer.zero_grad()
-            loss += _add_gradients(forward, phase, batch, train, step, together)
+            loss += _add_gradients(phase, batch, train, step, together)
             # Parameters without influence on the loss have a gradient too.
             grads = [_gradient_of(param) for _, param in phase.specs]
             named = list(zip(phase.specs, grads, strict=True))
@@ -298,9 +305,7 @@ def _gradient_of(param: nn.Parameter) -> Tensor:
     return param.grad.to_dense() if param.grad.is_sparse else param.grad
 
 
-def _add_gradients(
-    forward: Forward, phase: _PhaseParts, batch: Batch, train: TrainConfig, step: int, together: int
-) -> float:
+def _add_gradients(phase: _PhaseParts, batch: Batch, train: TrainConfig, step: int, together: int) -> float:
     """Add the gradients of a batch; its loss. Row by row, or group by group: independent of a layout's split."""
     divisor, loss = _divisor(batch, is_counted=isinstance(phase.loss_sum, TokenLosses)), 0.0
     for number in range(0, len(batch.targets_BS), together):
@@ -310,7 +315,7 @@ def _add_gradients(
             seed=train.seed,
             step=step,
         )
-        part = _loss_of(forward, phase.loss_sum, batch, now) / divisor
+        part = _loss_of(phase.forward, phase.loss_sum, batch, now) / divisor
         part.backward()
         loss += float(part.detach())
     return loss

@@ -103,9 +103,12 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
         traced = operations(replace(run, plan=whole))
     if traced is None:
         return None
-    has_backward = [is_back for phase in run.list_phases() for is_back in phase.plan.has_backward]
+    plans = [phase.plan for phase in run.list_phases()]
+    is_needed = [unit in plan.needed for plan in plans for unit in range(len(plan.units))]
+    has_backward = [is_back for plan in plans for is_back in plan.has_backward]
+    forward = (flops(unit.forward) for unit, is_there in zip(traced, is_needed, strict=True) if is_there)
     backward = (flops(unit.backward) for unit, is_back in zip(traced, has_backward, strict=True) if is_back)
-    return (sum(flops(unit.forward) for unit in traced) + sum(backward)) / (run.plan.microbatch * run.targets_of_row)
+    return (sum(forward) + sum(backward)) / (run.plan.microbatch * run.targets_of_row)
 
 
 def vocab_of(run: Resolved) -> int:
