@@ -10,7 +10,7 @@ from torch import Tensor
 from superstep.data.batch import Batch, SplitName
 from superstep.data.samples.ragged_rows import lay_row, pack_rows, starts_of
 from superstep.data.samples.sample_file import SampleFile
-from superstep.data.shuffle import order_at
+from superstep.data.shuffle import Order, order_at
 from superstep.plan.sample_fields import NUMBER, TARGET
 
 
@@ -38,16 +38,19 @@ class SampleStream:
 
     def batch(self, sample: int, rows: slice) -> Batch:
         """Rows of the global batch at cursor ``sample``. A batch may span epochs."""
-        order = order_at(sample, self.batch_sequences, self.sequences, seed=self._seed if self._is_shuffled else None)
-        places = zip(order.epochs[rows].tolist(), order.numbers[rows].tolist(), strict=True)
-        read = [self._row(epoch, number) for epoch, number in places]
+        first, last, _ = rows.indices(self.batch_sequences)
+        order = self._order(sample + first, last - first)
+        read = [self._row(*place) for place in zip(order.epochs.tolist(), order.numbers.tolist(), strict=True)]
         whole = {name: torch.stack([one[name] for one in read]) for name in read[0]}
         targets = whole.pop(TARGET)
         if self._rows is None:
             count = self.batch_sequences * self._samples.fields.targets
             return Batch(whole, targets, count, reads=self._samples.fields.reads)
-        count = int(self._rows.counted[order.numbers].sum())
+        count = int(self._rows.counted[self._order(sample, self.batch_sequences).numbers].sum())
         return Batch(whole, targets, count, starts_of(whole[TARGET + NUMBER]), reads=self._samples.fields.reads)
+
+    def _order(self, sample: int, count: int) -> Order:
+        return order_at(sample, count, self.sequences, seed=self._seed if self._is_shuffled else None)
 
     def _row(self, epoch: int, number: int) -> Mapping[str, Tensor]:
         """The fields of a row, with the target."""
