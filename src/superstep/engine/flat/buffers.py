@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
-from superstep.engine.flat.touched_rows import PackedRows, RowSink, TouchedRows
+from superstep.engine.flat.touched_rows import RowGradients, RowSink, TouchedRows
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER, Grid
 from superstep.plan.optimizers import Moment
@@ -164,7 +164,7 @@ class UnitBuffers(ZeroStage):
             return
         packed = self.touched.packed or self.touched.cut(self.gradient_shard, self.start)
         if packed.values.dtype == torch.int64:
-            self.touched.packed = PackedRows(packed.rows, PARAMETER.take(packed.values))
+            self.touched.packed = RowGradients(packed.rows, PARAMETER.take(packed.values))
 
     def list_touched(self) -> tuple[Tensor, Tensor, bool]:
         """The touched rows of the own part, by their numbers there, and their gradients: of the part, or packed, which

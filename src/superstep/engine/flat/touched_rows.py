@@ -22,7 +22,7 @@ from superstep.numerics.fixed_point import Grid
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRows:
+class RowGradients:
     """Gradients of touched pieces that are cut out of a buffer, where they are zero.
 
     Attributes:
@@ -50,7 +50,7 @@ class TouchedRows:
     def __init__(self, layout: BufferLayout, device: torch.device) -> None:
         self.width = layout.row_width
         self.marks = torch.zeros(layout.padded // self.width, dtype=torch.uint8, device=device)
-        self.packed: PackedRows | None = None
+        self.packed: RowGradients | None = None
         self._version = -1
         self._listed: dict[tuple[int, int | None], Tensor] = {}
 
@@ -71,10 +71,10 @@ class TouchedRows:
         """A buffer, or a shard of it, as pieces: [N, width]."""
         return buffer.view(-1, self.width)
 
-    def cut(self, shard: Tensor, start: int) -> PackedRows:
+    def cut(self, shard: Tensor, start: int) -> RowGradients:
         """Cut the touched pieces out of a buffer that begins at an element; it is zero then."""
         rows = self.list_rows(start, start + shard.numel())
-        return PackedRows(rows, cut_rows(self.rows_of(shard), rows))
+        return RowGradients(rows, cut_rows(self.rows_of(shard), rows))
 
     def unpack(self, shard: Tensor) -> None:
         """Put packed gradients into a buffer of the shard's size."""
@@ -151,7 +151,9 @@ def reduce_rows(
     return FollowedCollective(pending, keep)
 
 
-def _reduce_to_owners(touched: PackedRows, share: int, group: Group, tag: int) -> tuple[PackedRows, PendingCollective]:
+def _reduce_to_owners(
+    touched: RowGradients, share: int, group: Group, tag: int
+) -> tuple[RowGradients, PendingCollective]:
     """Sum touched rows on the rank whose shard, of ``share`` rows, has them: shards are padded to the most touched rows
     of any.
     """
@@ -164,5 +166,5 @@ def _reduce_to_owners(touched: PackedRows, share: int, group: Group, tag: int) -
     packed = touched.values.new_zeros(size * most, touched.values.shape[1])
     packed.index_copy_(0, places, touched.values)
     mine, start = rows[owners == me] - me * share, me * most
-    own = PackedRows(mine, packed[start : start + len(mine)])
+    own = RowGradients(mine, packed[start : start + len(mine)])
     return own, reduce_scatter(packed.view(-1), group, tag=tag)
