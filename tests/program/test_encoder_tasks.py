@@ -37,7 +37,7 @@ def plans_with_encoder(draw: st.DrawFn):
     pp = draw(st.integers(2, 4))
     plan = plan_with_encoder(
         pp,
-        encoder=draw(st.sampled_from(["spread"])),
+        encoder=draw(st.sampled_from(["spread", "bubbles"])),
         in_front=draw(st.integers(1, 3)),
         schedule=draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"])),
         microbatches=draw(st.integers(pp, 3 * pp)),
@@ -69,8 +69,32 @@ def test_every_rank_holds_the_encoder_encodes_its_share_and_sums_its_gradient(pl
     program, pp = compile_step(plan), plan.mesh.pp
     for rank, instructions in enumerate(program.ranks):
         encoded = [i.microbatch for i in instructions if isinstance(i, ins.Forward) and i.unit == 0]
-        assert encoded == list(range(rank, plan.microbatches, pp))
+        assert encoded
+        assert encoded == [m for m, place in enumerate(program.encoding) if place == rank]
+        assert plan.encoder == "bubbles" or encoded == list(range(rank, plan.microbatches, pp))
         assert {i.unit for i in instructions if isinstance(i, ins.Tie)} == set(program.stages[0]) - set(plan.frozen)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("encode", [5, 10, 20])
+def test_gaps_are_filled(schedule, encode):
+    """The simulator's step is shorter than where pictures are spread, and no rank has much more to do than another."""
+    plan = plan_with_encoder(2, schedule=schedule, microbatches=12)
+    work = (*(encode for _ in plan.stages[0]), *(10 for units in plan.stages[1:] for _ in units))
+    seconds = PerUnit(units=tuple(UnitSeconds(forward_s=n, backward_s=2 * n, weight_s=n) for n in work))
+    spread, filled = (
+        simulate(compile_step(replace(plan, encoder=encoder, work=work)), seconds) for encoder in ("spread", "bubbles")
+    )
+    assert filled.step_s < spread.step_s
+    busy = [sum(e.end_s - e.start_s for e in filled.events if e.rank == rank) for rank in range(2)]
+    assert max(busy) <= 1.1 * sum(busy) / 2
+
+
+def test_who_has_less_to_do_encodes_more():
+    plan = plan_with_encoder(2, encoder="bubbles", microbatches=8)
+    work = tuple(10 if unit in plan.stages[0] else 12 if unit in plan.stages[1] else 6 for unit in range(8))
+    encoding = compile_step(replace(plan, work=work)).encoding
+    assert encoding.count(0) < encoding.count(1)
 
 
 def test_a_program_with_an_encoder_in_front_has_no_word_of_it():

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import chdir, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -50,6 +51,20 @@ def lay_one_off():
     return mock.patch.object(sample_stream, "lay_row", lay_row)
 
 
+def skip_share():
+    """What a rank encodes is left out."""
+    inner = vision.Merger.forward
+    return mock.patch.object(vision.Merger, "forward", lambda self, x: inner(self, x) * 0)
+
+
+def move_rows():
+    """The rows that a rank encodes go one place on."""
+    inner = vision.Merger.forward
+    return mock.patch.object(vision.Merger, "forward", lambda self, x: inner(self, x).roll(1, 1))
+
+
+SHARE_FAULTS = {"none": nullcontext, "skip_share": skip_share, "move_rows": move_rows}
+
 FAULTS = {
     "none": nullcontext,
     "skip_encoder": skip_encoder,
@@ -83,7 +98,7 @@ def case(tmp_path_factory):
 def _prove_each(rank, world, names, case, folder):
     verdicts = []
     for name in names:
-        with chdir(folder), FAULTS[name]() if rank == 1 else nullcontext():
+        with chdir(folder), (FAULTS | SHARE_FAULTS)[name]() if rank == 1 else nullcontext():
             verdict = prove_case(World(rank, world, Device("cpu")), case)
         verdicts.append((verdict.is_proven, verdict.stream, verdict.first and verdict.first.describe(), verdict.hints))
     return verdicts
@@ -95,3 +110,13 @@ def test_each_planted_fault_is_named(pool, case):
     for name, (is_proven, stream, first, hints) in found.items():
         assert not is_proven
         assert SAYS[name] in " | ".join([stream, first or "", *hints]), name
+
+
+@pytest.mark.parametrize("encoder", ["spread", "bubbles"])
+def test_a_fault_in_the_share_of_a_rank_is_named(pool, case, encoder):
+    plan = replace(case.run.config.plan, pp=2, dp=1, zero=0, encoder=encoder)
+    shared = replace(case, run=resolve_config(replace(case.run.config, plan=plan)))
+    found = pool.run(2, _prove_each, list(SHARE_FAULTS), shared, Path.cwd(), timeout_s=240)[0]
+    assert [is_proven for is_proven, *_ in found] == [True, False, False]
+    for _, _, first, hints in found[1:]:
+        assert "gradients differ most in unit 'vision." in " | ".join([first or "", *hints])

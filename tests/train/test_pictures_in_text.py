@@ -76,6 +76,7 @@ def test_a_run_goes_on_with_the_same_bits(here):
         (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
         (("", ""), SPREAD, "shares an encoder between pipeline ranks, and plan.pp = 1"),
+        (("", ""), ["--plan.encoder", "bubbles"], "'bubbles' shares an encoder between pipeline ranks, and"),
         (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.chunks", "2"], "'interleaved' has several; set plan.schedule"),
         (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.microbatch", "8"], "a step has 1; raise train.batch"),
         (("", ""), [*SPREAD, "--plan.pp", "2", "--plan.stages", "[1,4]"], "unit 'block.0' of a later one takes them"),

@@ -19,7 +19,7 @@ LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-v")
 """Schedules with a backward pass in two halves."""
 Recompute = Literal["none", "selective", "full"]
-EncoderPlacement = Literal["front", "spread"]
+EncoderPlacement = Literal["front", "spread", "bubbles"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Router = Literal["noisy-topk", "top2", "switch", "dropless", "sigmoid"]
@@ -226,7 +226,7 @@ class PlanConfig:
     whose largest stage has the least work, for each layout.
     """
     encoder: EncoderPlacement = "front"
-    """front: an encoder's units are cut into stages like all others; spread: each pipeline rank encodes a share."""
+    """front: an encoder's units are stages; spread: each pipeline rank encodes a share; bubbles: while it waits."""
     microbatch: int | None = None
     """Sequences that pass the model at once on a data-parallel rank; none takes the largest that gives each pipeline
     rank work.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from superstep.plan.resolution.resolve import Plan
 from superstep.program.check import check
+from superstep.program.encoder_gaps import fill_gaps, share_by_work
 from superstep.program.encoder_tasks import add_encoder, go_round, shift_stages
 from superstep.program.instructions import Program
 from superstep.program.p2p_setup import check_first_uses, routes
@@ -16,7 +19,7 @@ from superstep.program.passes import (
     add_transfers,
     lower,
 )
-from superstep.program.schedule import Order, forward_order, order
+from superstep.program.schedule import Order, StageTask, forward_order, order
 
 
 def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
@@ -46,8 +49,23 @@ def _lower(plan: Plan, tasks: Order, *, is_training: bool) -> Program:
     """The program of the tasks of each rank, without those of an encoder that all of them hold."""
     if not plan.encoders:
         return lower(plan, tasks, is_training=is_training)
-    encoding = go_round(plan.mesh.pp, plan.microbatches)
-    return lower(plan, add_encoder(shift_stages(tasks), encoding), encoding, is_training=is_training)
+    behind = shift_stages(tasks)
+    if plan.encoder == "spread":
+        encoding = go_round(plan.mesh.pp, plan.microbatches)
+        return lower(plan, add_encoder(behind, encoding), encoding, is_training=is_training)
+    work = partial(count_work, plan, is_training=is_training)
+    encoding = share_by_work(behind, plan.microbatches, work)
+    with_encoder = fill_gaps(behind, encoding, work) if is_training else add_encoder(behind, encoding)
+    return lower(plan, with_encoder, encoding, is_training=is_training)
+
+
+def count_work(plan: Plan, task: StageTask, *, is_training: bool) -> float:
+    """The multiplications of a task; the backward pass of a unit has twice those of its forward pass."""
+    work, units = plan.work or (1,) * len(plan.units), plan.stages[task.stage]
+    if task.kind == "forward":
+        return sum(work[unit] for unit in units)
+    halves = 1 if task.kind in ("input", "weight") else 2
+    return halves * sum(work[unit] for unit in units if is_training and plan.has_backward[unit])
 
 
 def _as_it_is(program: Program) -> Program:

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from superstep.program.schedule import Order, StageTask
+from superstep.program.schedule import Kind, Order, StageTask
+
+FORWARD: Kind = "forward"
 
 
 def shift_stages(order: Order) -> Order:
@@ -26,6 +28,11 @@ def shift_stages(order: Order) -> Order:
 def go_round(ranks: int, microbatches: int) -> tuple[int, ...]:
     """The rank that encodes each microbatch: one after the other."""
     return tuple(m % ranks for m in range(microbatches))
+
+
+def ahead_of(rank: int) -> int:
+    """How many microbatches the first rank may be ahead of another, and so the encoder there."""
+    return rank + 1 if rank else 0
 
 
 def add_encoder(order: Order, encoding: Sequence[int]) -> Order:
@@ -47,9 +54,8 @@ def add_encoder(order: Order, encoding: Sequence[int]) -> Order:
 def _with_encoder(tasks: Sequence[StageTask], rank: int, own: Sequence[int]) -> Iterator[StageTask]:
     forwards = deque(own)
     backwards = deque(own if any(task.kind != "forward" for task in tasks) else ())
-    ahead = rank + 1 if rank else 0
     for task in tasks:
-        while task.kind == "forward" and forwards and forwards[0] <= task.microbatch + ahead:
+        while task.kind == "forward" and forwards and forwards[0] <= task.microbatch + ahead_of(rank):
             yield StageTask("forward", 0, forwards.popleft())
         yield task
         while task.kind in ("backward", "input") and backwards and backwards[0] <= task.microbatch - rank:

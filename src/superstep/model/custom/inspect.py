@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from superstep.errors import ConfigError, did_you_mean
 from superstep.model.by_place.batch_norm import STATISTICS, is_statistic
@@ -217,6 +218,18 @@ def pass_through(
         check_rows(spec, taken, here, where)
         outputs.append(out)
     return tuple(UnitOutput(x.shape, x.dtype) for x in outputs)
+
+
+def count_multiplications(
+    specs: Sequence[UnitSpec], example: Tensor | Fields, where: str, given: Mapping[str, Any] = GIVEN
+) -> tuple[int, ...]:
+    """The multiplications of products and attention in each unit's forward pass; else as ``pass_through``."""
+    counts, before = [], 0
+    with FlopCounterMode(display=False) as counter:
+        for _ in _run_each(specs, as_fields(example, torch.float32), torch.float32, where, given, hold_whole):
+            counts.append((counter.get_total_flops() - before) // 2)
+            before = counter.get_total_flops()
+    return tuple(counts)
 
 
 def _run_each(

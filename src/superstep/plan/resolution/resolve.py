@@ -78,6 +78,7 @@ class Plan(ZeroStage):
         mtp_weight: of the loss of a second predicted token; None for one.
         snapshots: whether the step copies the state into memory that outlives the ranks.
         encoder: where an encoder runs: unless in front, its units are the first stage, which every pipeline rank has.
+        work: multiplications of each unit's forward pass over a row of the batch; () where no pass needs them.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
 
@@ -109,6 +110,7 @@ class Plan(ZeroStage):
     sparse: tuple[int, ...] = ()
     phases: tuple[PlannedPhase, ...] = ()
     encoder: EncoderPlacement = "front"
+    work: tuple[int, ...] = ()
 
     def list_phases(self) -> tuple[Plan, ...]:
         """The plan of each phase of a step, in their order; only itself for a step of one."""

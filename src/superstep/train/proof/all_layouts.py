@@ -61,7 +61,7 @@ def _list_encoder_ways(config: RunConfig, mesh: MeshShape) -> Iterator[PlanConfi
     """An encoder on every pipeline rank; models without one are refused."""
     if mesh.pp > 1 and has_own_units(config.model):
         yield PlanConfig(schedule="1f1b", encoder="spread", zero=2 if mesh.dp > 1 else 0)
-        yield PlanConfig(schedule="zb-h1", encoder="spread", zero=3 if mesh.dp > 1 else 0)
+        yield PlanConfig(schedule="zb-h1", encoder="bubbles", zero=3 if mesh.dp > 1 else 0)
 
 
 def _rules(config: RunConfig, number: int) -> tuple[tuple[str, Rule], ...]:

@@ -15,7 +15,7 @@ from superstep.data.samples.sample_file import open_samples
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
-from superstep.model.custom.inspect import UnitOutput, build, outline_of, pass_through
+from superstep.model.custom.inspect import UnitOutput, build, count_multiplications, outline_of, pass_through
 from superstep.model.custom.sample_groups import require_whole_groups
 from superstep.model.decoder import flash
 from superstep.model.multimodal.list_units import list_units
@@ -57,6 +57,8 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
         _check_encoders(source, specs, between, run.samples)
     if config.data.is_masked:
         _check_documents(config, specs)
+    if run.plan.encoder == "bubbles":
+        run = replace(run, plan=replace(run.plan, work=count_multiplications(specs, rows, source)))
     if run.plan.mesh.tp > 1:
         rehearse(run, specs, rows, between, source)
     return run
