@@ -129,10 +129,10 @@ class _Rank:
 
     def _ready(self, task: StageTask, ends: dict[StageTask, float]) -> float | None:
         """When what a task needs from other tasks is there; None if that is not known yet."""
-        needed = self._needed(task)
+        needed = self._list_needs(task)
         return 0.0 if not needed else next((ends[other] for other in needed if other in ends), None)
 
-    def _needed(self, task: StageTask) -> tuple[StageTask, ...]:
+    def _list_needs(self, task: StageTask) -> tuple[StageTask, ...]:
         """Of these tasks the one that exists has what the task needs."""
         if task.kind == FORWARD:
             return (StageTask(FORWARD, task.stage - 1, task.microbatch),) if task.stage else ()

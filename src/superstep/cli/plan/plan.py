@@ -35,7 +35,8 @@ from superstep.planner.simulate_best import simulate_stragglers
 
 DESCRIPTION = (
     "Rank every layout of a model on a cluster before it runs. MODEL is a named size, a Hugging Face config.json or a "
-    "run.toml. With --serve, predict a server of the model (superstep plan MODEL --serve --help)."
+    "run.toml. With --serve, predict a server of the model (superstep plan MODEL --serve --help). With --encoder, "
+    "rank the places of a run's encoder."
 )
 
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the best plans; with --serve, a server's forecast."""
     if any(word in ("--serve", "--serve=true") for word in argv):
         return _serving(argv)
+    if any(word in ("--encoder", "--encoder=true") for word in argv):
+        return _place_encoder(argv)
     has_model = bool(argv) and not argv[0].startswith("-")
     options = read_flags(
         RankOptions(), argv[1:] if has_model else argv, prog="superstep plan MODEL", description=DESCRIPTION
@@ -102,6 +105,12 @@ def _serving(argv: Sequence[str]) -> int:
     """``superstep plan --serve``: it measures this machine, so it needs torch, and is imported only here."""
     read(argv)  # help and mistakes need neither
     status: int = importlib.import_module("superstep.cli.plan.serve").main(argv)
+    return status
+
+
+def _place_encoder(argv: Sequence[str]) -> int:
+    """``superstep plan --encoder``, which measures this machine too."""
+    status: int = importlib.import_module("superstep.cli.plan.encoder").main(argv)
     return status
 
 
