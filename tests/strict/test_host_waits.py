@@ -50,6 +50,7 @@ def waits_of_a_step(rank, world, run):
 
 
 LAYOUTS = {
+    "fp16": {"compute": "fp16"},
     "dense": {},
     "tp": {"tp": 2, "sequence_parallel": True},
     "zero 3": {"dp": 2, "zero": 3, "recompute": "full"},

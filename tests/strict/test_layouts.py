@@ -16,6 +16,7 @@ pytestmark = pytest.mark.strict
 LAYOUTS = {
     "one": {},
     "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16"},
     "selective": {"compute": "bf16", "recompute": "selective"},
     "full": {"recompute": "full"},
     "masked": {"masked": True},
@@ -23,6 +24,7 @@ LAYOUTS = {
     "dp": {"dp": 2, "zero": 0},
     "zero 1": {"dp": 2, "zero": 1},
     "zero 2 bf16": {"dp": 2, "zero": 2, "compute": "bf16"},
+    "zero 2 fp16": {"dp": 2, "zero": 2, "compute": "fp16"},
     "zero 3": {"dp": 2, "zero": 3},
     "zero 3 full": {"dp": 2, "zero": 3, "recompute": "full", "layers": 4},
     "hsdp": {"dp": 4, "zero": 3, "replicas": 2},
