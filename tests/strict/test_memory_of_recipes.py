@@ -1,6 +1,7 @@
 """The peak of a step of recipes with samples of their own on an emulated GPU, beside what is predicted of it."""
 
 import gc
+import re
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from prompts import write_prompts
 from recipe_files import enter_folder
+from sound_samples import SAMPLES, write_sounds
 from strict_ranks import device_module, gpu_of
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
@@ -48,16 +50,27 @@ def peak_of_steps(rank, world, run, folder):
         return peak
 
 
-@pytest.mark.parametrize("name", ["audio_language", "audio_transcripts", "captioner", "flow"])
-def test_a_peak_of_a_recipe_is_its_prediction(pool, name, tmp_path, monkeypatch):
-    write_prompts(tmp_path / "runs" / "prompts")
-    enter_folder(tmp_path, monkeypatch)
-    config = read_config(Path(f"recipes/{name}.toml"))
+def check_peak(pool, config, folder):
+    """Of two steps of a run on one emulated GPU."""
     config = replace(
         config, plan=PlanConfig(dp=1, microbatch=2, device="cuda"), train=replace(config.train, batch_sequences=4)
     )
     config = replace(config, model=replace(config.model, dropout=0.0))
     run = with_kept(resolve_config(config), Device("cuda", 0))
     (predicted,) = rank_bytes(run, compile_step(run.plan), sizes_of(run, operations(run)))
-    (peak,) = pool.run(1, peak_of_steps, run, tmp_path, timeout_s=200)
+    (peak,) = pool.run(1, peak_of_steps, run, folder, timeout_s=200)
     assert abs(peak / predicted.bytes - 1) < NEAR, (peak, predicted)
+
+
+@pytest.mark.parametrize("name", ["audio_language", "audio_transcripts", "captioner", "flow"])
+def test_a_peak_of_a_recipe_is_its_prediction(pool, name, tmp_path, monkeypatch):
+    write_prompts(tmp_path / "runs" / "prompts")
+    enter_folder(tmp_path, monkeypatch)
+    check_peak(pool, read_config(Path(f"recipes/{name}.toml")), tmp_path)
+
+
+def test_a_peak_of_qwen2_audio_is_its_prediction(pool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = re.sub(r"(width|outputs|ffn)=\d+", r"\1=128", SAMPLES)
+    write_sounds(tmp_path, text.replace(": 24", ": 96").replace(": 48", ": 384"))
+    check_peak(pool, read_config(Path("run.toml")), tmp_path)
