@@ -12,6 +12,8 @@ import torch
 from picture_samples import write_pictures
 from superstep.comm.device import Device
 from superstep.data.samples import ragged_rows, sample_stream
+from superstep.engine.parallel import whole_rows
+from superstep.engine.values import microbatch
 from superstep.launch.ranks import World
 from superstep.model.multimodal import place_rows as place_rows_module
 from superstep.model.multimodal import vision
@@ -24,14 +26,14 @@ pytestmark = pytest.mark.multiproc
 
 def skip_encoder():
     """The rows of the encoder are left out."""
-    return mock.patch.object(place_rows_module, "place_rows", lambda x, rows, is_place: x + 0 * rows.sum())
+    return mock.patch.object(place_rows_module, "place_rows", lambda x, rows, *others: x + 0 * rows.sum())
 
 
 def place_one_off():
     """Each row of the encoder is one place off."""
     inner = place_rows_module.place_rows
     return mock.patch.object(
-        place_rows_module, "place_rows", lambda x, rows, is_place: inner(x, rows.roll(1, 1), is_place)
+        place_rows_module, "place_rows", lambda x, rows, *others: inner(x, rows.roll(1, 1), *others)
     )
 
 
@@ -65,13 +67,33 @@ def move_rows():
 
 SHARE_FAULTS = {"none": nullcontext, "skip_share": skip_share, "move_rows": move_rows}
 
+
+def count_from_own():
+    """A rank of several that share a row counts its tokens from 0 on."""
+    return mock.patch.object(microbatch, "number_equal", lambda tokens: tokens * 0)
+
+
+def count_gradient_twice():
+    """Every rank that shares a row takes the whole gradient of the encoder's rows."""
+    inner = whole_rows._Enter.backward
+
+    def backward(ctx, grad):
+        with mock.patch.object(torch, "zeros_like", lambda total: total):
+            return inner(ctx, grad)
+
+    return mock.patch.object(whole_rows._Enter, "backward", staticmethod(backward))
+
+
 FAULTS = {
     "none": nullcontext,
     "skip_encoder": skip_encoder,
     "place_one_off": place_one_off,
     "mix_pictures": mix_pictures,
     "lay_one_off": lay_one_off,
+    "count_from_own": count_from_own,
+    "count_gradient_twice": count_gradient_twice,
 }
+OF_SHARED_ROWS = ("none", "count_from_own", "count_gradient_twice")
 
 
 SAYS = {
@@ -82,14 +104,15 @@ SAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory):
+@pytest.fixture(scope="module", params=[{}, {"dp": 1, "zero": 0, "cp": 2}], ids=["dp", "cp"])
+def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     write_pictures(folder, deepstack=(0,))
     before, threads = Path.cwd(), torch.get_num_threads()
     os.chdir(folder)
     torch.set_num_threads(1)
-    run = resolve_config(read_config(Path("run.toml")))
+    config = read_config(Path("run.toml"))
+    run = resolve_config(replace(config, plan=replace(config.plan, **request.param)))
     yield Cases(folder / "proof", folder / "pictures.py", steps=2).case(run, reruns=True)
     torch.set_num_threads(threads)
     os.chdir(before)
@@ -105,13 +128,15 @@ def _prove_each(rank, world, names, case, folder):
 
 
 def test_each_planted_fault_is_named(pool, case):
-    found = dict(zip(FAULTS, pool.run(2, _prove_each, list(FAULTS), case, Path.cwd(), timeout_s=240)[0], strict=True))
+    names = OF_SHARED_ROWS if case.run.plan.mesh.cp > 1 else [name for name in FAULTS if name in {"none", *SAYS}]
+    found = dict(zip(names, pool.run(2, _prove_each, names, case, Path.cwd(), timeout_s=240)[0], strict=True))
     assert found.pop("none") == (True, "", None, ())
     for name, (is_proven, stream, first, hints) in found.items():
         assert not is_proven
-        assert SAYS[name] in " | ".join([stream, first or "", *hints]), name
+        assert SAYS.get(name, "gradient") in " | ".join([stream, first or "", *hints]), name
 
 
+@pytest.mark.parametrize("case", [{}], indirect=True, ids=["dp"])
 @pytest.mark.parametrize("encoder", ["spread", "bubbles"])
 def test_a_fault_in_the_share_of_a_rank_is_named(pool, case, encoder):
     plan = replace(case.run.config.plan, pp=2, dp=1, zero=0, encoder=encoder)

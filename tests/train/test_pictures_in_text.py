@@ -10,6 +10,7 @@ import torch
 import runs
 from picture_samples import SAMPLES, write_pictures
 from superstep.cli.main import main
+from superstep.engine.values.microbatch import number_equal
 from superstep.model.multimodal.place_rows import place_rows
 
 SPREAD = "--plan.encoder", "spread"
@@ -56,6 +57,17 @@ def test_tensor_parallel_ranks_share_encoder_and_decoder(here, capfd):
     assert "PROVEN: tp=2" in capfd.readouterr().out
 
 
+def test_ranks_that_share_tokens_have_the_same_bits(here, capfd):
+    layout = ["--plan.cp", "2", "--plan.pp", "2", "--plan.dp", "1", "--plan.zero", "0", "--numerics.exact-chunks", "4"]
+    assert main(["prove", "run.toml", "--exact", *layout]) == 0
+    assert " 0 with other bits" in capfd.readouterr().out
+
+
+def test_tokens_are_counted_among_equal_ones_of_their_row():
+    numbers = number_equal(torch.tensor([[3, 7, 3, 3, 7], [7, 7, 7, 3, 3]]))
+    assert numbers.tolist() == [[0, 0, 1, 2, 1], [0, 1, 2, 0, 1]]
+
+
 def test_a_run_goes_on_with_the_same_bits(here):
     assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
     shutil.copytree("whole", "run")
@@ -73,7 +85,9 @@ def test_a_run_goes_on_with_the_same_bits(here):
         (("merge=MERGE, side", "merge=4, side"), [], "reads 3 rows of an encoder at the tokens 30"),
         (("", ""), [*EXACT_TP], "exact mode has no loss over a vocabulary that tp cuts"),
         (("", ""), [*EXACT_TP, "--plan.rules.vocab", "none"], "'model.visual.blocks.0.attn.qkv.weight' has 3 parts"),
-        (("", ""), ["--plan.cp", "2"], "plan.cp = 2 shares each sequence of tokens, and the samples of"),
+        (("", ""), ["--plan.cp", "5"], "CAPACITY = 24 must be a multiple of 10: plan.cp = 5 cuts it into 10 chunks"),
+        (("", ""), ["--plan.cp", "2", "--numerics.exact", "true"], "a sequence has 1 parts, as many for each"),
+        (("", ""), ["--plan.ep", "2"], "plan.ep = 2"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
         (("", ""), SPREAD, "shares an encoder between pipeline ranks, and plan.pp = 1"),
         (("", ""), ["--plan.encoder", "bubbles"], "'bubbles' shares an encoder between pipeline ranks, and"),

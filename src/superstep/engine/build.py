@@ -30,7 +30,7 @@ from superstep.engine.parallel.noise import find_held, find_place
 from superstep.engine.step_context import StepContext
 from superstep.engine.values.value_shapes import find_shapes
 from superstep.model.mixture.expert_dispatch import ExpertDispatch
-from superstep.model.unit import Fields, Source, UnitSpec, list_sources, takes_only_fields
+from superstep.model.unit import Fields, UnitSpec, list_sources, takes_only_fields
 from superstep.numerics.dtypes import DTYPES
 from superstep.numerics.fixed_point import RangeExcess
 from superstep.plan.resolution.resolve import Resolved
@@ -62,16 +62,17 @@ def assemble(
     plan, compute_dtype = run.plan, DTYPES[run.config.numerics.compute]
     sums = GradientSums()
     excess = RangeExcess()
-    exact = _exact(run, mesh, buffers, sums, excess)
+    exact = _exact(run, specs, mesh, buffers, sums, excess)
     sources = list_sources(specs)
     here = plan.list_units_of(mesh.at.pp)
     rows = _row_sinks(plan.resting, buffers, exact)
-    layers = {unit: _layer_context(run, mesh, unit, sources[unit], sums, exact, rows) for unit in here}
+    layers = {unit: _layer_context(run, specs, mesh, unit, sums, exact, rows) for unit in here}
     built = _build_modules(run, specs, mesh, buffers, layers)
     modules = {unit: module for unit, (module, _) in built.items()}
     held = find_held(run, specs, mesh, compute_dtype, example)
     compute = {
-        unit: make_compute(module, specs[unit], exchange, layers[unit].noise, held) for unit, module in modules.items()
+        unit: make_compute(module, specs, unit, exchange, layers[unit].noise, held, mesh.cp)
+        for unit, module in modules.items()
     }
     fields, boundaries = find_shapes(run, specs, compute_dtype, example)
     return RankUnits(
@@ -116,9 +117,9 @@ def _build_modules(
 
 def _layer_context(
     run: Resolved,
+    specs: Sequence[UnitSpec],
     mesh: Mesh,
     unit: int,
-    sources: Sequence[Source],
     sums: GradientSums,
     exact: ExactLayers | None,
     rows: RowSinks,
@@ -129,13 +130,13 @@ def _layer_context(
         rules=plan.rules,
         sums=sums,
         sequence_parallel=plan.sequence_parallel,
-        is_first=takes_only_fields(sources),
+        is_first=takes_only_fields(list_sources(specs)[unit]),
         # Only blocks are compiled: embedding and head are faster with gradients that are accumulated in place.
         is_compiled=run.config.numerics.compile and plan.recomputed[unit],
         kernels=layer_kernels(run, mesh.device),
         exact=exact,
         rows=rows,
-        is_users=run.decoder is None,
+        is_users=run.decoder is None and specs[unit].decoder is None,
     )
 
 
@@ -170,16 +171,23 @@ def _adders(
             yield param, param.grad.add_
 
 
-def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, excess: RangeExcess) -> ExactLayers | None:
+def _exact(
+    run: Resolved,
+    specs: Sequence[UnitSpec],
+    mesh: Mesh,
+    buffers: Buffers,
+    sums: GradientSums,
+    excess: RangeExcess,
+) -> ExactLayers | None:
     plan, grain, shape = run.plan, run.plan.grain, run.plan.mesh
     if grain is None:
         return None
 
-    def sink(b: UnitBuffers, local: str) -> GradientSink:
+    def sink(unit: int, b: UnitBuffers, local: str) -> GradientSink:
         slot = next(slot for slot in b.layout.slots if slot.local == local)
-        return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.decoder, excess), sums)
+        return GradientSink(b.sinks[local], grid_of(slot.spec, grain, run.decoder or specs[unit].decoder, excess), sums)
 
-    every = [b for unit, each in buffers.items() if unit not in plan.resting for b in each]
+    every = [(unit, b) for unit, each in buffers.items() if unit not in plan.resting for b in each]
     return ExactLayers(
         grain=grain,
         rules=plan.rules,
@@ -187,7 +195,9 @@ def _exact(run: Resolved, mesh: Mesh, buffers: Buffers, sums: GradientSums, exce
         parts=grain.parts // (shape.cp * shape.tp),
         stream_parts=grain.parts // (shape.cp * (shape.tp if plan.sequence_parallel else 1)),
         group=mesh.tp,
-        sinks={param: sink(b, local) for b in every if not b.is_frozen for local, param in b.params.items()},
+        sinks={
+            param: sink(unit, b, local) for unit, b in every if not b.is_frozen for local, param in b.params.items()
+        },
     )
 
 
@@ -200,7 +210,7 @@ def _loss(
 ) -> Loss:
     plan = run.plan
     if exact is not None and head is not None:
-        return build_exact_loss(head, spec, exact, None if run.decoder is None else run.decoder.vocab)
+        return build_exact_loss(head, spec, exact, run.decoder or spec.decoder)
     is_straight = not plan.shards_gradients or mesh.sharers["dense"].shards == 1
     tp = mesh.tp if has_cut_output(run.outline, plan.rules) else None
     vocab = columns_of(run.outline, plan.rules)

@@ -24,6 +24,7 @@ from superstep.engine.layer_table import LayerContext, install_layers
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.sequence_parallel import part
 from superstep.engine.parallel.tensor import own_part
+from superstep.engine.parallel.whole_rows import find_entries
 from superstep.kernels.cross_entropy import apply_temperature
 from superstep.model.by_place.batch_norm import freeze_statistics
 from superstep.model.by_place.dropout import run_with_noise
@@ -58,17 +59,26 @@ def build_module(spec: UnitSpec, params: Mapping[str, nn.Parameter], context: La
 
 
 def make_compute(
-    module: nn.Module, spec: UnitSpec, exchange: ExpertDispatch, noise: CurrentNoise, held: FindHeld
+    module: nn.Module,
+    specs: Sequence[UnitSpec],
+    unit: int,
+    exchange: ExpertDispatch,
+    noise: CurrentNoise,
+    held: FindHeld,
+    cp: Group | None,
 ) -> Compute:
     """A call of the module with the keyword arguments that it accepts.
 
     Args:
         module: the unit's.
-        spec: of the unit.
+        specs: of the model.
+        unit: its number.
         exchange: of mixtures of experts.
         noise: of the unit's dropout modules.
         held: the elements of random tensors that this rank holds.
+        cp: the ranks that share a sequence; None where it is whole.
     """
+    spec, entries = specs[unit], find_entries(specs, unit, cp)
 
     def compute(inputs: Sequence[Tensor], sight: SequenceView) -> Tensor:
         given = {
@@ -77,9 +87,11 @@ def make_compute(
             "scan": sight.scan,
             "exchange": exchange,
             "noise": None,
+            "numbers": sight.numbers,
         }
         here = {name: given[name] for name in spec.takes}
-        return run_with_noise(module, noise, inputs, here, sight.place, f"{spec.name}.", held)
+        taken = [enter(x) for enter, x in zip(entries, inputs, strict=True)] if entries else inputs
+        return run_with_noise(module, noise, taken, here, sight.place, f"{spec.name}.", held)
 
     return compute
 

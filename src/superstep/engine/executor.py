@@ -155,7 +155,11 @@ class Executor:
         flight = self._flight = _Flight(
             context,
             [
-                replace(self._machine.sight(microbatch.starts), place=self._machine.place(context, m))
+                replace(
+                    self._machine.sight(microbatch.starts),
+                    place=self._machine.place(context, m),
+                    numbers=microbatch.numbers,
+                )
                 for m, microbatch in enumerate(context.microbatches)
             ],
             UnitValues(self._uses),

@@ -20,6 +20,7 @@ from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, SamplePlace
 from superstep.plan.model.outline import Factor, Outline
+from superstep.plan.model.shape import ModelShape
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """An output and the targets to the sum of the loss over counted targets."""
@@ -102,7 +103,8 @@ class UnitSpec:
     takes the output of the unit before; that of the first unit takes the input of the batch.
     """
     takes: tuple[str, ...] = ()
-    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``scan``, ``noise``.
+    """Keyword arguments of the module's forward that the engine passes: ``attend``, ``positions``, ``scan``, ``noise``,
+    ``numbers``.
     """
     loss: Loss | None = None
     """Of the last unit: its output and the targets to the sum of the loss over counted targets; None means the cross
@@ -116,6 +118,8 @@ class UnitSpec:
     """Whether it is part of an encoder, which ``plan.encoder`` places."""
     phase_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of the last unit: its ``inputs`` in some phases. What does not lead to them is not computed there."""
+    decoder: ModelShape | None = None
+    """The decoder that the unit is part of, if it is one of ours behind encoders: its layers are known."""
 
 
 INPUT = "the batch's input"
@@ -226,7 +230,7 @@ def start_graph(
     ]
 
 
-GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "scan": None, "noise": None}
+GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "scan": None, "noise": None, "numbers": None}
 """Keyword arguments of a unit on one device. Each forward has a ``numerics.noise.Noise`` of its own."""
 
 

@@ -52,12 +52,14 @@ class SequenceView:
         positions: of this rank's tokens, [S] or [B, S], where they are not 0, 1, 2, ...
         scan: of linear attention; None in a model without.
         place: of random numbers.
+        numbers: of this rank's tokens among the equal ones of their row, where it has not all tokens: [B, S].
     """
 
     attend: Attend
     positions: Tensor | None
     scan: Scan | None = None
     place: SamplePlace = EVALUATION
+    numbers: Tensor | None = None
 
 
 def build_sight(run: Resolved, mesh: Mesh, excess: RangeExcess) -> Callable[[Tensor | None], SequenceView]:

@@ -27,6 +27,7 @@ from superstep.numerics.invariant_matmul import product, tree_sum
 from superstep.numerics.loss import IGNORE, own_columns
 from superstep.numerics.objective import LossTarget
 from superstep.numerics.soft_cap import exact_tanh, soft_cap, soft_cap_slope_
+from superstep.plan.model.shape import ModelShape
 
 
 def exact_loss(  # noqa: PLR0913
@@ -171,7 +172,7 @@ class _UserLoss(torch.autograd.Function):
 
 
 def build_exact_loss(
-    head: nn.Module, spec: UnitSpec, exact: ExactLayers, vocab: int | None
+    head: nn.Module, spec: UnitSpec, exact: ExactLayers, decoder: ModelShape | None
 ) -> Callable[[Tensor, LossTarget, float], Tensor]:
     """The loss of the last unit's output: (output, aim, scale) to the sum over all tokens, fp64.
 
@@ -179,15 +180,17 @@ def build_exact_loss(
         head: the last unit's module.
         spec: of the unit.
         exact: settings of the layers.
-        vocab: of our own decoder; None for a user's model.
+        decoder: ours; None for a user's model.
     """
-    if vocab is None:
+    if decoder is None or spec.loss is not None:
         return partial(exact_user_loss, spec.loss)
     assert isinstance(head, Head)
     weight = head.get_parameter("lm_head.weight")
     cut, sink = exact.cut(spec.params["lm_head.weight"]), exact.sinks.get(weight)
 
     def loss(h: Tensor, aim: LossTarget, scale: float) -> Tensor:
-        return exact_loss(h, weight, aim, scale, sink, cut, vocab, head.logit_cap)
+        if aim.classify is not None:
+            aim.classify(product(h.flatten(0, -2), weight.t()).view(*aim.targets.shape, -1), aim.targets)
+        return exact_loss(h, weight, aim, scale, sink, cut, decoder.vocab, head.logit_cap)
 
     return loss

@@ -177,7 +177,9 @@ def _targets(run: Resolved, machine: RankUnits) -> Tensor:
     """The targets of a microbatch on a rank."""
     rows = run.plan.microbatch
     if run.samples is not None:
-        return torch.zeros(rows, *run.samples.target.dims, dtype=getattr(torch, run.samples.target.dtype))
+        places, *dims = run.samples.target.dims or (1,)
+        shape = (places // run.plan.mesh.cp, *dims) if run.samples.target.dims else ()
+        return torch.zeros(rows, *shape, dtype=getattr(torch, run.samples.target.dtype))
     tokens = machine.boundaries[0].shape[1] if run.plan.mesh.cp > 1 else run.config.data.sequence_tokens
     losses = 1 if run.plan.mtp_weight is None else 2
     return torch.zeros(losses * rows, tokens, dtype=torch.long)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from superstep.comm.mesh import Mesh
@@ -27,6 +28,8 @@ class Microbatch:
         streams: inputs of the loss for each target, by name: fp32, of the targets' shape.
         reads: the field that the first unit reads.
         first: the number of its first row in the global batch.
+        numbers: where context-parallel ranks share the tokens that encoders' rows belong to: how many of the same token
+            come before each in its row, int64 [microbatch, S].
     """
 
     fields: Mapping[str, Tensor]
@@ -35,6 +38,7 @@ class Microbatch:
     streams: Mapping[str, Tensor] = field(default_factory=dict)
     reads: str = TOKENS
     first: int
+    numbers: Tensor | None = None
 
     @property
     def input(self) -> Tensor:
@@ -82,19 +86,23 @@ def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh, place: int | None = No
     device = mesh.device.torch
     count = len(batch.targets_BS) // plan.microbatch
     starts = [None] * count if batch.starts_BS is None else batch.starts_BS.split(plan.microbatch)
-    held = None
+    held: list[int] | None = None
+    numbers: list[Tensor | None] = [None] * count
     if mesh.shape.cp > 1:
         held = list(positions(batch.targets_BS.shape[1], cp=mesh.shape.cp, rank=mesh.at.cp))
 
-    def parts(whole: Tensor) -> Iterator[Tensor]:
-        own = whole if held is None else whole[:, held]
+    def parts(whole: Tensor, *, is_shared: bool = True) -> Iterator[Tensor]:
+        own = whole if held is None or not is_shared else whole[:, held]
         return (send(part, device) for part in own.split(plan.microbatch))
 
-    def parts_of(by_name: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        split = [parts(whole) for whole in by_name.values()]
+    def parts_of(by_name: Mapping[str, Tensor], shares: Callable[[str], bool]) -> list[dict[str, Tensor]]:
+        split = [parts(whole, is_shared=shares(name)) for name, whole in by_name.items()]
         return [dict(zip(by_name, (next(each) for each in split), strict=True)) for _ in range(count)]
 
-    every = zip(parts_of(batch.fields), parts(batch.targets_BS), starts, parts_of(batch.streams), strict=True)
+    if held is not None and plan.shared_fields is not None:
+        numbers = list(parts(number_equal(batch.tokens_BS)))
+    fields, streams = parts_of(batch.fields, plan.shares), parts_of(batch.streams, lambda _: True)
+    every = zip(fields, parts(batch.targets_BS), starts, streams, numbers, strict=True)
     return [
         Microbatch(
             fields=fields,
@@ -103,6 +111,16 @@ def microbatches_of(batch: Batch, plan: Plan, mesh: Mesh, place: int | None = No
             streams=streams,
             reads=batch.reads,
             first=((mesh.at.dp if place is None else place) * count + m) * plan.microbatch,
+            numbers=number,
         )
-        for m, (fields, targets, at, streams) in enumerate(every)
+        for m, (fields, targets, at, streams, number) in enumerate(every)
     ]
+
+
+def number_equal(tokens_BS: Tensor) -> Tensor:
+    """How many of the same token come before each in its row: int64 [B, S]."""
+    sorted_BS, order_BS = tokens_BS.sort(dim=1, stable=True)
+    places_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS).contiguous()
+    firsts_BS = places_BS.clone()
+    firsts_BS[:, 1:] *= sorted_BS[:, 1:] != sorted_BS[:, :-1]
+    return torch.empty_like(tokens_BS).scatter_(1, order_BS, places_BS - firsts_BS.cummax(1).values)

@@ -47,12 +47,13 @@ def find_shapes(
     plan = run.plan
     fields = example_rows(run) if example is None else name_fields(example)
 
-    def own_rows(row: torch.Tensor) -> torch.Tensor:
+    def own_rows(name: str, row: torch.Tensor) -> torch.Tensor:
         # Context-parallel ranks have a part of a sequence.
-        dims = (row.shape[1] // plan.mesh.cp, *row.shape[2:]) if plan.mesh.cp > 1 else row.shape[1:]
+        is_shared = plan.mesh.cp > 1 and plan.shares(run.samples.reads if run.samples and name == INPUT else name)
+        dims = (row.shape[1] // plan.mesh.cp, *row.shape[2:]) if is_shared else row.shape[1:]
         return torch.empty(plan.microbatch, *dims, dtype=row.dtype, device="meta")
 
-    rows = {name: own_rows(row) for name, row in fields.items()}
+    rows = {name: own_rows(name, row) for name, row in fields.items()}
     if run.decoder is not None:  # its shapes are known, and its routing depends on them
         tokens = rows[NEXT_TOKENS] = rows[INPUT]
         stream = torch.Size((*tokens.shape, run.decoder.width))

@@ -92,7 +92,8 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
         inputs = tuple(spec.phase_inputs.items())
         units.append(Unit(spec.name, parameters, spec.inputs, spec.phase, spec.is_encoder, phase_inputs=inputs))
     check_phases(specs, where)
-    outline = Outline(tuple(units), list_phases(specs), list_losses(specs))
+    decoder = next((spec.decoder for spec in specs if spec.decoder is not None), None)
+    outline = Outline(tuple(units), list_phases(specs), list_losses(specs), decoder)
     check_outputs(outline, where)
     check_phase_inputs(specs, outline, where)
     return outline

@@ -5,7 +5,8 @@
 
 The k-th of these tokens in a row of the batch takes the k-th row of the encoder's output, so a row with several samples
 needs no more than that both fields have the same order. Every rank computes the encoder for every microbatch: without
-pictures, on padding.
+pictures, on padding. Where context-parallel ranks share the tokens, each of them has all rows, and the numbers of its
+own tokens are given.
 
     B  rows of the batch    S  tokens    M  places of the encoder's output    D  width of the stream
 """
@@ -28,10 +29,19 @@ TOKENS = "tokens"
 """The field with the text, in which tokens stand for an encoder's rows."""
 
 
-def place_rows(x_BSD: Tensor, rows_BMD: Tensor, is_place_BS: Tensor) -> Tensor:
-    """The stream, in which each place has the encoder's row of its number within the row of the batch."""
-    number_BS = (is_place_BS.cumsum(1) - 1).clamp(0, rows_BMD.shape[1] - 1)
-    rows_BSD = rows_BMD.gather(1, number_BS.unsqueeze(-1).expand(-1, -1, rows_BMD.shape[2]))
+def place_rows(x_BSD: Tensor, rows_BMD: Tensor, is_place_BS: Tensor, numbers_BS: Tensor | None = None) -> Tensor:
+    """The stream, in which each place has the encoder's row of its number within the row of the batch.
+
+    Args:
+        x_BSD: the stream.
+        rows_BMD: of the encoder.
+        is_place_BS: where they belong.
+        numbers_BS: of each of these places among all of the row; None where S has all of them.
+    """
+    if numbers_BS is None:
+        numbers_BS = is_place_BS.cumsum(1) - 1
+    numbers_BS = numbers_BS.clamp(0, rows_BMD.shape[1] - 1)
+    rows_BSD = rows_BMD.gather(1, numbers_BS.unsqueeze(-1).expand(-1, -1, rows_BMD.shape[2]))
     return torch.where(is_place_BS.unsqueeze(-1), rows_BSD.to(x_BSD.dtype), x_BSD)
 
 
@@ -47,14 +57,16 @@ class EmbeddingWithRows(Embedding):
         super().__init__(shape)
         self.tokens = tuple(tokens)
 
-    def forward(self, tokens_BS: Tensor, *rows_BMD: Tensor) -> Tensor:
-        """The stream, [B, S, D]; ``rows_BMD`` are those of each encoder."""
-        return self.place(super().forward(tokens_BS), tokens_BS, rows_BMD)
+    def forward(self, tokens_BS: Tensor, *rows_BMD: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """The stream, [B, S, D]; ``rows_BMD`` are those of each encoder, ``numbers`` those of ``place_rows``."""
+        return self.place(super().forward(tokens_BS), tokens_BS, rows_BMD, numbers)
 
-    def place(self, x_BSD: Tensor, tokens_BS: Tensor, rows_BMD: Sequence[Tensor]) -> Tensor:
+    def place(
+        self, x_BSD: Tensor, tokens_BS: Tensor, rows_BMD: Sequence[Tensor], numbers_BS: Tensor | None = None
+    ) -> Tensor:
         """The stream with the rows of each encoder at the places of its token."""
         for token, rows in zip(self.tokens, rows_BMD, strict=True):
-            x_BSD = place_rows(x_BSD, rows, tokens_BS == token)
+            x_BSD = place_rows(x_BSD, rows, tokens_BS == token, numbers_BS)
         return x_BSD
 
 
@@ -73,8 +85,10 @@ def join_decoder(
         embed,
         build=partial(EmbeddingWithRows, shape, tuple(encoders)),
         inputs=(TOKENS, *(units[-1].name for units in encoders.values())),
+        takes=("numbers",),
     )
-    return (*(replace(unit, is_encoder=True) for units in encoders.values() for unit in units), joined, *others)
+    encode = (replace(unit, is_encoder=True) for units in encoders.values() for unit in units)
+    return (*encode, *(replace(unit, decoder=shape) for unit in (joined, *others)))
 
 
 def rename_parameters(unit: UnitSpec, old: str, new: str) -> UnitSpec:

@@ -67,11 +67,12 @@ class BlockOfThree(Block):
         rows_BMD: Tensor | None = None,
         *,
         attend: Attend | None = None,
+        numbers: Tensor | None = None,
     ) -> Tensor:
         h_BSD = super().forward(h_BSD, attend=attend, positions=positions_BS3)
         if tokens_BS is None or rows_BMD is None:
             return h_BSD
-        return h_BSD + place_rows(torch.zeros_like(h_BSD), rows_BMD, tokens_BS == self.token)
+        return h_BSD + place_rows(torch.zeros_like(h_BSD), rows_BMD, tokens_BS == self.token, numbers)
 
 
 def vision_language_units(shape: VisionLanguageShape) -> tuple[UnitSpec, ...]:
@@ -91,4 +92,4 @@ def _block(shape: VisionLanguageShape, rope: Rope, layer: int, unit: UnitSpec) -
     before = f"block.{layer - 1}" if layer else "embed"
     deep = (TOKENS, f"vision.deepstack.{layer}") if layer < len(shape.vision.deepstack) else ()
     build = partial(BlockOfThree, shape.decoder, rope, layer, shape.image_token)
-    return replace(unit, build=build, inputs=(before, POSITIONS, *deep), takes=("attend",))
+    return replace(unit, build=build, inputs=(before, POSITIONS, *deep), takes=("attend", "numbers"))

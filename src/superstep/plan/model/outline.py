@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 
 Layer = Literal["linear", "convolution", "embedding", "other"]
@@ -80,11 +81,15 @@ class Outline:
     Attributes:
         phases: names of the phases of a step, in their order; () for a step of one.
         losses: names of the losses that have weights; () where each phase has one loss.
+        decoder: behind encoders; None in a model without.
+        tokens: of a row of samples that the decoder reads.
     """
 
     units: tuple[Unit, ...]
     phases: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    decoder: ModelShape | None = None
+    tokens: int | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,6 +149,14 @@ class Outline:
         )
         is_chain = all(units == tuple(range(max(number - 1, 0), number)) for number, units in enumerate(taken))
         return () if is_chain else taken
+
+    @property
+    def shared_fields(self) -> tuple[str, ...] | None:
+        """The fields of which each context-parallel rank has its tokens, and of others all; None for every field."""
+        if self.decoder is None:
+            return None
+        read = (name for unit in self.units if not unit.is_encoder for name in unit.inputs)
+        return tuple(dict.fromkeys(name for name in read if name not in self.names))
 
     @property
     def recomputed(self) -> tuple[bool, ...]:

@@ -57,8 +57,8 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig, ou
             f"numerics.exact = true with plan.rules = {dict(plan.rules)}: exact mode sums in the pieces of the default "
             "rules; leave plan.rules out, or set numerics.exact = false."
         )
-    tokens = config.data.sequence_tokens
-    cells, chunks = _cells(shape), config.numerics.exact_chunks or _chunks(tokens)
+    tokens, cells = config.data.sequence_tokens, _cells(shape)
+    chunks = _choose_chunks(config, plan, tokens)
     parts = max(chunks * n for n in _powers(cells) if tokens % (chunks * n) == 0 or n == 1)
     sequences = config.train.batch_sequences
     assert plan.microbatch is not None
@@ -70,22 +70,10 @@ def find_grain(config: RunConfig, shape: ModelShape | None, plan: PlanConfig, ou
         sequences=sequences,
         tokens=sequences * tokens,
     )
-    if tokens % grain.chunks or grain.chunks & (grain.chunks - 1):
-        choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
-        raise ConfigError(
-            f"numerics.exact_chunks = {grain.chunks} must be a power of two that divides the {tokens} tokens of a "
-            f"sequence; set numerics.exact_chunks to one of {choices}."
-        )
     if grain.cells % plan.tp:
         raise ConfigError(
             f"plan.tp = {plan.tp} with numerics.exact = true: sums over a tensor-parallel dim have {grain.cells} parts "
             f"in this model; set plan.tp to one of {_powers(grain.cells)}."
-        )
-    if plan.cp > 1 and grain.chunks % (2 * plan.cp):
-        raise ConfigError(
-            f"plan.cp = {plan.cp} with numerics.exact = true: a sequence has {grain.chunks} parts, as many for each "
-            f"context-parallel rank and at least two; set plan.cp to one of {_powers(max(1, grain.chunks // 2))}, or "
-            "to a larger power of two with numerics.exact_chunks of twice that, for every layout that is compared."
         )
     # All four are powers of two, and check_context saw that cp · tp divides the tokens.
     assert not shape.moe or grain.parts % (plan.cp * plan.tp) == 0
@@ -105,7 +93,7 @@ def _user_grain(config: RunConfig, plan: PlanConfig, outline: Outline) -> Grain:
             f"plan.sequence_parallel = true with numerics.exact = true and {config.model.label}: "
             "exact mode splits sequences of its own layers only, not of a user's; set plan.sequence_parallel to false."
         )
-    if plan.cp > 1:
+    if plan.cp > 1 and outline.decoder is None:
         what = "exact mode cuts sequences of its own layers only, not of a user's"
     if what:
         name, ways = ("plan.cp", plan.cp) if plan.cp > 1 else ("plan.tp", plan.tp)
@@ -113,20 +101,22 @@ def _user_grain(config: RunConfig, plan: PlanConfig, outline: Outline) -> Grain:
             f"{name} = {ways} with numerics.exact = true and {config.model.label}: {what}; set "
             f"{name} to {1 if plan.cp > 1 else cells}, or numerics.exact to false."
         )
-    if config.numerics.exact_chunks is not None:
+    if config.numerics.exact_chunks is not None and outline.decoder is None:
         raise ConfigError(
             f"numerics.exact_chunks = {config.numerics.exact_chunks} with {config.model.label}: the "
             "sums of a user's layers are not cut into chunks; leave it out."
         )
     assert plan.microbatch is not None
     sequences = config.train.batch_sequences
+    tokens = outline.tokens or (1 if config.data.source is not None else config.data.sequence_tokens)
+    chunks = 1 if outline.decoder is None else _choose_chunks(config, plan, tokens)
     return Grain(
         cells=cells,
-        chunks=1,
-        parts=1,
+        chunks=chunks,
+        parts=chunks,
         microbatches=sequences // plan.microbatch,
         sequences=sequences,
-        tokens=sequences * (1 if config.data.source is not None else config.data.sequence_tokens),
+        tokens=sequences * tokens,
     )
 
 
@@ -143,6 +133,24 @@ def _cells(shape: ModelShape) -> int:
     sizes = (shape.heads, shape.kv_heads, *(() if shape.moe else (shape.ffn,)))
     sizes += () if shape.delta is None else (shape.delta.key_heads,)
     return max(n for n in _powers(MOST_CELLS) if all(size % n == 0 for size in sizes))
+
+
+def _choose_chunks(config: RunConfig, plan: PlanConfig, tokens: int) -> int:
+    """The parts of a sequence. Raises ConfigError where they or the context-parallel ranks do not divide."""
+    chunks = config.numerics.exact_chunks or _chunks(tokens)
+    if tokens % chunks or chunks & (chunks - 1):
+        choices = [n for n in _powers(MOST_CHUNKS * 8) if tokens % n == 0]
+        raise ConfigError(
+            f"numerics.exact_chunks = {chunks} must be a power of two that divides the {tokens} tokens of a "
+            f"sequence; set numerics.exact_chunks to one of {choices}."
+        )
+    if plan.cp > 1 and chunks % (2 * plan.cp):
+        raise ConfigError(
+            f"plan.cp = {plan.cp} with numerics.exact = true: a sequence has {chunks} parts, as many for each "
+            f"context-parallel rank and at least two; set plan.cp to one of {_powers(max(1, chunks // 2))}, or "
+            "to a larger power of two with numerics.exact_chunks of twice that, for every layout that is compared."
+        )
+    return chunks
 
 
 def _chunks(tokens: int) -> int:

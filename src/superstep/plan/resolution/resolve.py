@@ -73,6 +73,7 @@ class Plan(ZeroStage):
         sparse: units with tables of which only touched rows have a gradient.
         phases: of a step; () for a step of one.
         inputs: for each unit, the units whose outputs it takes; () for a chain.
+        shared_fields: fields of which each context-parallel rank has its tokens, and of others all; None for all.
         recomputed: whether the recompute policy covers the unit (blocks, not the embedding or the head).
         rules: which axes of parameters are cut.
         mtp_weight: of the loss of a second predicted token; None for one.
@@ -104,6 +105,7 @@ class Plan(ZeroStage):
     frozen: tuple[int, ...]
     recomputed: tuple[bool, ...]
     inputs: tuple[tuple[int, ...], ...] = ()
+    shared_fields: tuple[str, ...] | None = None
     mtp_weight: float | None = None
     snapshots: bool = False
     resting: tuple[int, ...] = ()
@@ -136,6 +138,10 @@ class Plan(ZeroStage):
         """The units that a pipeline rank computes."""
         here = enumerate(zip(self.stages, self.placement, strict=True))
         return tuple(unit for s, (units, at) in here if at == rank or (s == 0 and self.encoders) for unit in units)
+
+    def shares(self, field: str) -> bool:
+        """Whether context-parallel ranks share a field's tokens."""
+        return self.shared_fields is None or field in self.shared_fields
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
@@ -250,7 +256,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     if shape is not None:
         check_decoder(config, shape, rules)
         check_rules(config, shape, plan)
-    check_context(config, shape, plan)
+    check_context(config, shape, plan, outline)
     check_experts(config, shape, plan)
     check_replicas(shape, plan)
     grain = find_grain(config, shape, plan, outline)
@@ -292,6 +298,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         recomputed=outline.recomputed,
         inputs=outline.inputs,
         encoder=plan.encoder,
+        shared_fields=outline.shared_fields,
         mtp_weight=None if shape is None else shape.mtp_weight,
         snapshots=config.state.snapshot_every is not None,
     )

@@ -40,17 +40,10 @@ def check_samples(config: RunConfig) -> None:
         value = getattr(config.data, name)
         if value != getattr(default, name):
             raise ConfigError(f"data.{name} = {_text(value)} {what}, {about}leave it out.")
-    if config.plan.cp > 1:
-        raise ConfigError(f"plan.cp = {config.plan.cp} shares each sequence of tokens, {about}set plan.cp to 1.")
     if config.plan.tp > 1 and config.plan.sequence_parallel:
         raise ConfigError(
             f"plan.sequence_parallel = true splits sequences of tokens over plan.tp = {config.plan.tp}, {about}set "
             "plan.sequence_parallel to false."
-        )
-    if config.numerics.exact_chunks is not None:
-        raise ConfigError(
-            f"numerics.exact_chunks = {config.numerics.exact_chunks} are parts of a sequence of tokens, {about}leave "
-            "it out."
         )
     if config.observe.sample is not None:
         raise ConfigError(f"observe.sample = '{config.observe.sample}' is a prompt of text, {about}leave it out.")

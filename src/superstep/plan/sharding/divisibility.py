@@ -5,19 +5,22 @@ from __future__ import annotations
 from superstep.errors import ConfigError
 from superstep.plan.config import PlanConfig, RunConfig, setting_text
 from superstep.plan.model.attention_rule import DeltaShape
+from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.sharding.sequence import cp_of_heads, cp_of_tokens, multiple
 
 
-def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig) -> None:
+def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig, outline: Outline) -> None:
     """Whether context-parallel ranks can share a sequence. Raises ConfigError where the sequence's length or the heads
-    do not divide.
+    do not divide, or where samples have no tokens that the model knows.
     """
+    _check_shared_tokens(config, outline)
     tp = plan.tp if plan.sequence_parallel or (shape and shape.moe) else 1
-    tokens = config.data.sequence_tokens
+    tokens, shape = outline.tokens or config.data.sequence_tokens, shape or outline.decoder
     if plan.cp > 1 and tokens % multiple(plan.cp, tp):
+        setting = setting_text("data.sequence_tokens", tokens) if outline.tokens is None else f"CAPACITY = {tokens}"
         raise ConfigError(
-            f"{setting_text('data.sequence_tokens', tokens)} must be a multiple of {multiple(plan.cp, tp)}: "
+            f"{setting} must be a multiple of {multiple(plan.cp, tp)}: "
             f"plan.cp = {plan.cp} cuts it into {2 * plan.cp} chunks"
             f"{f', and plan.tp = {tp} splits two of them' if tp > 1 else ''}; "
             f"set plan.cp to one of {cp_of_tokens(tokens, tp)}."
@@ -39,6 +42,24 @@ def check_context(config: RunConfig, shape: ModelShape | None, plan: PlanConfig)
             f"plan.cp = {plan.cp} with plan.context = 'ulysses'{mode} gives whole heads to each rank, and plan.tp = "
             f"{plan.tp} leaves {shape.heads // plan.tp} query and {shape.kv_heads // plan.tp} key heads; "
             f"set plan.cp to one of {choices}, or plan.context to 'ring'."
+        )
+
+
+def _check_shared_tokens(config: RunConfig, outline: Outline) -> None:
+    """Check that samples have tokens where the run cuts them.
+
+    Raises:
+        ConfigError: it does, and the model has no decoder behind encoders.
+    """
+    if config.data.source is None or outline.decoder is not None:
+        return
+    about = f"and the samples of data.source = '{config.data.source}' are no text; "
+    if config.plan.cp > 1:
+        raise ConfigError(f"plan.cp = {config.plan.cp} shares each sequence of tokens, {about}set plan.cp to 1.")
+    if config.numerics.exact_chunks is not None:
+        raise ConfigError(
+            f"numerics.exact_chunks = {config.numerics.exact_chunks} are parts of a sequence of tokens, {about}leave "
+            "it out."
         )
 
 

@@ -41,7 +41,10 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
             f"train.loss = '{config.train.loss}', and {source} gives the last unit '{specs[-1].name}' a loss of its "
             "own; leave one of them out."
         )
-    run = resolve(config, world, outline_of(specs, source))
+    outline = outline_of(specs, source)
+    if outline.decoder is not None and config.data.source is not None:
+        outline = replace(outline, tokens=open_samples(config.data.source).fields.targets)
+    run = resolve(config, world, outline)
     _check_compiled(run, specs)
     _check_exact_cut(run, specs)
     if config.data.source is not None:
