@@ -1,8 +1,8 @@
 """Questions on composed pictures (what, where, how many), answered by an encoder and decoder of Qwen3-VL's shape.
 
 `python recipes/fetch_emoji.py` writes emoji of three makers into runs/emoji. A picture has nine cells, some with emoji,
-and is made on the spot. Its three questions are of one sort; answers are no part of the text. Pictures of validation
-show pairs of kinds that no picture of training shows together.
+made on the spot. Its three questions are of one sort; answers are no part of the text. Pictures of validation, and
+of the split "test", show pairs of kinds that no picture of training shows together; each has its own.
 
     tokens    P P P P P P P P P  what  cell  what  cell  what  cell    each P is a cell: four patches of 8 x 8 pixels
     target    . . . . . . . . .  .     kind  .     kind  .     kind
@@ -40,6 +40,7 @@ CAPACITY = dict.fromkeys(("tokens", "positions", "target"), 16 * TOKENS)
 CAPACITY |= dict.fromkeys(("pixels", "patches"), 16 * PATCHES)
 PLACEHOLDERS = {"pixels": (IMAGE, MERGE**2)}
 INPUT = "tokens"
+HELD_OUT = {"validation": 0, "test": 2}  # pairs of kinds with such a sum, modulo 13
 
 
 @functools.cache
@@ -60,20 +61,20 @@ def size(split: str, index: int) -> dict[str, int]:
     return {**{name: room // 16 for name, room in CAPACITY.items()}, "counted": ASKED}
 
 
-def is_held_out(one: int, other: int) -> bool:
-    """Whether two kinds are together in pictures of validation alone."""
-    return one != other and (one + other) % 13 == 0
+def is_held_out(one: int, other: int, split: str) -> bool:
+    """Whether two kinds are a pair that a split holds out."""
+    return one != other and (one + other) % 13 == HELD_OUT[split]
 
 
 def choose_kinds(split: str, count: int, noise: np.random.Generator) -> list[int]:
-    """Different kinds: in training without a held-out pair, in validation the first two are one."""
+    """Different kinds: in training without a held-out pair, elsewhere the first two are one."""
     order = noise.permutation(KINDS).tolist()
     if split != "train":
-        second = next(kind for kind in order if is_held_out(order[0], kind))
+        second = next(kind for kind in order if is_held_out(order[0], kind, split))
         return [order[0], second, *(kind for kind in order[1:] if kind != second)][:count]
     chosen = list[int]()
     for kind in order:
-        if not any(is_held_out(kind, other) for other in chosen):
+        if not any(is_held_out(kind, other, held) for other in chosen for held in HELD_OUT):
             chosen.append(kind)
     return chosen[:count]
 

@@ -1,12 +1,13 @@
 """The recipe of questions on composed pictures: its samples and its layout."""
 
+import numpy as np
 import pytest
 import torch
 
+from bench import vision_language
 from emoji import write_emoji
 from recipe_files import enter_folder, load_recipe
 from superstep.cli.main import main
-from superstep.data.samples.noise import noise_of
 from superstep.data.samples.sample_file import check_pure, open_samples
 
 SMALL = ["--model.width", "24", "--model.heads", "2", "--model.layers", "1", "--train.batch-sequences", "4"]
@@ -29,9 +30,9 @@ def test_answers_are_those_of_the_picture_and_held_out_pairs_are_never_trained_o
         return torch.zeros(3, 48, 48)
 
     recipe.compose = compose
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):
         for index in range(300):
-            sample = recipe.sample(split, index, noise_of(0, split, 0, index))
+            sample = recipe.sample(split, index, np.random.default_rng(index))
             picture, kinds = shown.pop(), set()
             words, answers = sample["tokens"][9:].tolist(), sample["target"][10::2].tolist()
             for asked, answer in zip(words[1::2], answers, strict=True):
@@ -48,12 +49,16 @@ def test_answers_are_those_of_the_picture_and_held_out_pairs_are_never_trained_o
                         kinds.add(asked - recipe.KIND)
             assert len(kinds) == recipe.ASKED
             together = {*picture.values()}
-            held_out = [(a, b) for a in together for b in together if recipe.is_held_out(a, b)]
-            assert bool(held_out) == (split == "validation")
+            held_out = {
+                of for of in recipe.HELD_OUT for a in together for b in together if recipe.is_held_out(a, b, of)
+            }
+            assert split in held_out if split != "train" else not held_out
 
 
 def test_the_recipe_trains_and_its_layout_is_proven_bit_by_bit(here, capfd):
     short = ["--train.steps", "4", "--train.eval-every", "4", "--train.warmup-steps", "2", "--plan.microbatch", "2"]
     assert main(["train", "recipes/vision_language.toml", *SMALL, *short]) == 0
+    assert vision_language.main(["runs/vision_language", "--samples", "6"]) == 0
+    assert '"what": ' in capfd.readouterr().out
     assert main(["prove", "recipes/vision_language.toml", "--exact", *SMALL, "--plan.microbatch", "2"]) == 0
     assert " 0 with other bits" in capfd.readouterr().out
