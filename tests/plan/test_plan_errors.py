@@ -101,6 +101,16 @@ OWN: list[tuple[dict[str, object], Outline, list[str]]] = [
         ["plan.rules.inner = 'tp'", "no parameter of the model has an axis 'inner'", "leave plan.rules out"],
     ),
     (
+        {"model__source": "mine.py", "data__source": "mine.py", "plan__cp": 2},
+        outline(),
+        ["plan.cp = 2 shares each sequence of tokens", "data.source = 'mine.py' are no text", "set plan.cp to 1"],
+    ),
+    (
+        {"model__source": "mine.py", "data__source": "mine.py", "numerics__exact_chunks": 2},
+        outline(),
+        ["numerics.exact_chunks = 2 are parts of a sequence", "data.source = 'mine.py' are no text", "leave it out"],
+    ),
+    (
         {"numerics__exact": True, "model__source": "mine.py", "plan__cp": 2},
         outline(),
         ["plan.cp = 2", "numerics.exact = true", "model.source = 'mine.py'", "set plan.cp to 1"],
