@@ -27,9 +27,9 @@ from bench.machine import write_result
 from bench.peers_common import random_batches
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
 from superstep.engine.parallel.state_passing import ScanOverRanks
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.values.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.model.mixers.gated_delta import WholeScan

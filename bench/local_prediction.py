@@ -28,10 +28,10 @@ from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.memory.memory_fit import by_category
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import predict
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
 from superstep.engine.measure.probe_kernels import TimingOptions
 from superstep.engine.measure.probe_machine import measure_here
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.engine.values.microbatch import microbatches, rows
 from superstep.launch.ranks import World, launch

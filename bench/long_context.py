@@ -32,8 +32,8 @@ from bench.peers_common import peak_bytes, random_batches, reset_peak
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.values.microbatch import Microbatch, microbatches
 from superstep.model.axes import units
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, TrainConfig

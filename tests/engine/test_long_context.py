@@ -11,8 +11,8 @@ from bench.long_context import Work, attempt, saved_bytes
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.values.microbatch import microbatches
 from superstep.model.axes import units
 from superstep.numerics.dtypes import DTYPES

@@ -26,7 +26,7 @@ from superstep.cost.program.time.operation import (
     flops,
 )
 from superstep.cost.program.time.unit_operations import decoder_operations
-from superstep.engine.saved_activations import with_kept
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.kernels import cpu_library
 from superstep.model.custom.inspect import outline_of

@@ -13,8 +13,8 @@ from operators import SCORES, Operators
 from strict_ranks import device_module
 from superstep.comm.device import Device
 from superstep.cost.program.memory.activations import unit_bytes
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.attention.document_attention import DocumentAttend, document_attention
-from superstep.engine.saved_activations import with_kept
 from superstep.model.decoder import flash
 from superstep.plan.model.attention_rule import AttentionRule
 from superstep.plan.resolution.resolve import resolve

@@ -19,8 +19,8 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.memory.memory_fit import memory_of, with_communicators
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.errors import ConfigError
 from superstep.kernels import triton_loader

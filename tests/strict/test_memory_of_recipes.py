@@ -18,8 +18,8 @@ from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.time.predict import sizes_of
 from superstep.data.samples.source import open_source, stream_of
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.values.microbatch import microbatches_of
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import read_config

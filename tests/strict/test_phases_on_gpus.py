@@ -15,8 +15,8 @@ from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.time.predict import memory_of_phases
 from superstep.data.batch import Batch
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.engine.values.microbatch import example_of, microbatches_of, rows
 from superstep.model.by_place.batch_norm import BatchNorm

@@ -20,13 +20,13 @@ from superstep.engine.build_modules import (
 )
 from superstep.engine.exact.layer_settings import ExactLayers, grid_of
 from superstep.engine.exact.loss import build_exact_loss
-from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.layer_table import LayerContext, RowSinks
 from superstep.engine.layers.fused import layer_kernels
 from superstep.engine.layers.grad_accumulation import Adder, GradientSink, GradientSums
 from superstep.engine.metrics.token_metrics import sees_part
 from superstep.engine.parallel.noise import find_held, find_place
+from superstep.engine.rank_units import Cache, RankUnits
 from superstep.engine.step_context import StepContext
 from superstep.engine.values.value_shapes import find_shapes
 from superstep.model.mixture.expert_dispatch import ExpertDispatch
@@ -70,6 +70,7 @@ def assemble(
     built = _build_modules(run, specs, mesh, buffers, layers)
     modules = {unit: module for unit, (module, _) in built.items()}
     held = find_held(run, specs, mesh, compute_dtype, example)
+    caches: list[Cache] = []
     compute = {
         unit: make_compute(module, specs, unit, exchange, layers[unit].noise, held, mesh.cp)
         for unit, module in modules.items()
@@ -79,15 +80,15 @@ def assemble(
         mesh=mesh,
         buffers=buffers,
         trained={
-            unit: tuple(b for b in every if not b.is_frozen and unit not in plan.resting)
-            for unit, every in buffers.items()
+            u: tuple(b for b in every if not b.is_frozen and u not in plan.resting) for u, every in buffers.items()
         },
         sources=sources,
         compute=compute,
         chosen={unit: chosen for unit, (_, chosen) in built.items()},
         parameters={unit: tuple(_adders(module, exact, rows)) for unit, module in modules.items()},
         sums=sums,
-        selective={unit: selective(way, is_exact=exact is not None) for unit, way in compute.items()},
+        selective={unit: selective(way, is_exact=exact is not None, caches=caches) for unit, way in compute.items()},
+        caches=caches,
         loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
         loss_dtype=torch.float32 if exact is None else torch.float64,
         fields=fields,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -135,15 +136,22 @@ def _policy(ctx: object, op: object, *args: object, **kwargs: object) -> Checkpo
     return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(module: Compute, *, is_exact: bool = False) -> Compute:
+def selective(module: Compute, *, is_exact: bool = False, caches: list[Any] | None = None) -> Compute:
     """The module with selective recompute: it keeps the results of products and attention; norms, rotary embedding and
     gates are computed again, which costs memory traffic and no product (after Korthikanti 2022, sec. 5).
 
-    Exact mode sums products in place, and kept tensors may not change; there everything is computed again.
+    Exact mode sums products in place, and kept tensors may not change; there everything is computed again. Each call
+    adds the cache of its results to ``caches``.
     """
 
+    def make_contexts() -> tuple[Any, Any]:
+        caching, cached = create_selective_checkpoint_contexts(_policy)
+        if caches is not None:
+            caches.append(caching.storage)
+        return caching, cached
+
     def compute(inputs: Sequence[Tensor], sight: SequenceView) -> Tensor:
-        contexts = noop_context_fn if is_exact else partial(create_selective_checkpoint_contexts, _policy)
+        contexts = noop_context_fn if is_exact else make_contexts
         out: Tensor = checkpoint(
             module, inputs, sight, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
         )

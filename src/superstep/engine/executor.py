@@ -6,80 +6,27 @@ gradients are final after its backward and can be reduced at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from superstep.comm.collectives import DONE, PendingCollective, receive, send, together
-from superstep.comm.mesh import Mesh
+from superstep.engine.activations.offloader import Offloader
 from superstep.engine.attention.choose_attention import SequenceView
-from superstep.engine.build_modules import Compute, Loss
-from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.sync import fetch, reduce, reduce_partial, reduce_replicas, tie
-from superstep.engine.layers.grad_accumulation import Adder, GradientSums, Sum, input_gradients
-from superstep.engine.layers.implementation import Choice, names_of
+from superstep.engine.layers.grad_accumulation import Sum, input_gradients
+from superstep.engine.rank_units import RankUnits
 from superstep.engine.step_context import StepContext, StepResult
 from superstep.engine.values.unit_values import Key, UnitValues
-from superstep.model.custom.inspect import UnitOutput
-from superstep.model.unit import INPUT, Source, start_graph
+from superstep.model.unit import INPUT, start_graph
 from superstep.monitor.status_page import HeartbeatReceiver, NoHeartbeats
-from superstep.numerics.fixed_point import RangeExcess
-from superstep.numerics.noise import SamplePlace
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Program, Wire
 from superstep.program.needed_values import NeededValues, Value
 from superstep.program.received import find_received_values
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankUnits:
-    """One rank's units for the executor.
-
-    Attributes:
-        mesh: place and groups.
-        buffers: of every unit this rank holds, one for each family of its parameters.
-        trained: buffers with gradients.
-        sources: the arguments of each unit.
-        compute: unit number to its module, for the units this rank computes.
-        chosen: implementations of their layers.
-        parameters: of each of these modules, with the function that adds to the gradient of each.
-        sums: of their layers, for additions to gradient buffers.
-        selective: modules that keep less for the backward pass.
-        loss: of the last unit's output; only its holder uses it.
-        loss_dtype: of its result.
-        fields: shape and dtype of each field of the batch.
-        boundaries: shape and dtype of the input, and of what each unit returns.
-        begin: called with the number of a microbatch before any computation with it.
-        excess: overflows of exact sums.
-        sight: attention and positions of a microbatch, by its document starts.
-        place: gives the place of the random numbers of a microbatch, by its number.
-    """
-
-    mesh: Mesh
-    buffers: Mapping[int, tuple[UnitBuffers, ...]]
-    trained: Mapping[int, tuple[UnitBuffers, ...]]
-    sources: Sequence[Sequence[Source]]
-    compute: Mapping[int, Compute]
-    chosen: Mapping[int, tuple[Choice, ...]]
-    parameters: Mapping[int, Sequence[tuple[nn.Parameter, Adder]]]
-    sums: GradientSums
-    selective: Mapping[int, Compute]
-    loss: Loss
-    loss_dtype: torch.dtype
-    fields: Mapping[str, UnitOutput]
-    boundaries: Sequence[UnitOutput]
-    begin: Callable[[StepContext, int], None]
-    excess: RangeExcess
-    sight: Callable[[Tensor | None], SequenceView]
-    place: Callable[[StepContext, int], SamplePlace]
-
-    @property
-    def layers(self) -> str:
-        """Implementations of the layers, on one line."""
-        return names_of(choice for chosen in self.chosen.values() for choice in chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +58,7 @@ class _Flight:
     reducing: dict[int, PendingCollective] = field(default_factory=dict)
     leaving: dict[Value, tuple[PendingCollective, Tensor]] = field(default_factory=dict)
     copying: dict[int, PendingCollective] = field(default_factory=dict)
+    moving: PendingCollective = DONE
 
 
 class Executor:
@@ -120,6 +68,7 @@ class Executor:
         machine: the rank's units.
         step: the optimizer's update, called by the Step instruction with the loss so far.
         snapshot: starts copying the state of a unit, where a snapshot is due.
+        offloader: moves what units keep.
         heart: receives the progress.
     """
 
@@ -132,11 +81,13 @@ class Executor:
         step: Callable[[StepContext, Tensor], StepResult],
         snapshot: Callable[[int], PendingCollective] = lambda _: DONE,
         heart: HeartbeatReceiver | None = None,
+        offloader: Offloader | None = None,
     ) -> None:
         self._machine = machine
         self._heart = heart or NoHeartbeats()
         self._step = step
         self._snapshot = snapshot
+        self._offloader = offloader or Offloader({}, machine.caches, machine.mesh.device.torch)
         self._program: Program | None = None
         self._needed: Callable[[Instruction], Sequence[Value]] = lambda _: ()
         self._received: Mapping[int, Sequence[Value]] = {}
@@ -167,6 +118,7 @@ class Executor:
             torch.zeros((), dtype=torch.float64, device=device),
         )
         instructions = program.ranks[place]
+        self._offloader.begin(program, place, self._list_fixed)
         self._heart.begin(instructions, step=context.number)
         try:
             self._follow(instructions)
@@ -181,6 +133,7 @@ class Executor:
             self._heart.waits(index)
             self._ready(instruction)
             self._release(self._received.get(index, ()))
+            self._offloader.release(index)
             self._heart.works(index)
             if record is not None:
                 record.begin()
@@ -189,6 +142,12 @@ class Executor:
                 record.end(instruction, self._under_way(instruction))
         self._heart.waits()
         self._release(tuple(self._flight.leaving))
+
+    def _list_fixed(self) -> Iterator[Tensor]:
+        """What never moves: parameters, their gradients, and the batch."""
+        yield from self._machine.list_fixed()
+        for microbatch in self._flight.context.microbatches:
+            yield from (*microbatch.fields.values(), microbatch.targets)
 
     def _release(self, sent: Iterable[Value]) -> None:
         """Free the memory of sent tensors: now, or on a GPU once they are sent. All but the last of a step are."""
@@ -201,6 +160,8 @@ class Executor:
         flight = self._flight
         if isinstance(instruction, ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput):
             self._await_parameters(instruction.unit)
+            if not isinstance(instruction, ins.Forward):
+                self._offloader.ready(instruction.unit, instruction.microbatch)
         for value in self._needed(instruction):
             flight.arriving.pop(value, DONE).wait()
         match instruction:
@@ -226,8 +187,10 @@ class Executor:
                 self._recompute(unit, m)
             case ins.Backward(unit, m):
                 self._backward(unit, m)
+                self._offloader.finish(unit, m)
             case ins.BackwardInput(unit, m):
                 self._backward_input(unit, m)
+                self._offloader.finish(unit, m)
             case ins.BackwardWeight(unit, m):
                 self._backward_weight(unit, m)
             case ins.Send(wire, unit, m, peer):
@@ -253,6 +216,10 @@ class Executor:
                 reduce_partial((b for unit in self._machine.trained.values() for b in unit), self._machine.mesh.tp)
             case ins.Snapshot(unit):
                 self._flight.copying[unit] = self._snapshot(unit)
+            case ins.Offload(unit, m):
+                self._flight.moving = self._offloader.offload(unit, m)
+            case ins.Reload(unit, m):
+                self._flight.moving = self._offloader.reload(unit, m)
             case ins.Step():
                 self._flight.step = self._step(self._flight.context, self._flight.loss)
 
@@ -265,6 +232,8 @@ class Executor:
                 return self._flight.reducing[unit]
             case ins.Snapshot(unit):
                 return self._flight.copying[unit]
+            case ins.Offload() | ins.Reload():
+                return self._flight.moving
             case ins.Send(wire, unit, m):
                 return self._flight.leaving[wire, unit, m][0]
             case ins.Recv(wire, unit, m):
@@ -278,7 +247,8 @@ class Executor:
         taken = [self._field(of, m) if isinstance(of, str) else flight.values.use(of, m) for of in sources]
         has_parameters, gradient_values = bool(self._machine.buffers[unit]), self._gradient_values
         inputs = start_graph(taken, sources, has_parameters=has_parameters, gradient_values=gradient_values)
-        y = self._compute(unit, m, inputs, keeps_graph=keeps_graph, is_selective=is_selective)
+        with self._offloader.collect(unit, m, inputs):
+            y = self._compute(unit, m, inputs, keeps_graph=keeps_graph, is_selective=is_selective)
         flight.kept[unit, m] = (inputs, _edge(y) if keeps_graph else None)
         if unit == self._last_unit:
             flight.loss += y.detach()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from superstep.engine.activations.copiers import open_copiers
+from superstep.engine.activations.offloader import Offloader
 from superstep.engine.build import assemble
 from superstep.engine.executor import Executor
 from superstep.engine.flat.rank_state import RankState
@@ -58,12 +60,14 @@ def build_phases(
         heart: receives the progress.
     """
     phases, train = [], state.run.config.train
+    copiers = open_copiers(state.run, state.mesh.device)
     for name, plan in zip(list_phases(state.specs) or ("",), state.run.plan.list_phases(), strict=True):
         config = replace(state.run.config, train=train_of_phase(train, state.run.config.phases, name))
         run, specs = replace(state.run, config=config, plan=plan), in_phase(state.specs, name) if name else state.specs
         units = assemble(run, specs, state.mesh, state.buffers, routing.exchange, routing.begin, example)
         update = StepUpdate(state, config.train, units.excess, heart, plan.resting)
-        executor = Executor(units, update.run, state.copy, heart)
+        offloader = Offloader(copiers, units.caches, state.mesh.device.torch)
+        executor = Executor(units, update.run, state.copy, heart, offloader)
         phases.append(
             EnginePhase(name=name, plan=plan, specs=specs, executor=executor, update=update, layers=units.layers)
         )

@@ -16,7 +16,7 @@ from superstep.program.peak_memory import Peak
 from superstep.program.text import describe
 from superstep.program.timeline import Timeline, TimelineEvent
 
-LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot")
+LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot", "out", "in")
 US = 1e6
 
 

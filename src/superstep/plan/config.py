@@ -22,6 +22,8 @@ Recompute = Literal["none", "selective", "full"]
 EncoderPlacement = Literal["front", "spread", "bubbles"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Place = Literal["device", "host", "disk"]
+"""Where something lies: in the device's memory, in the host's, or in a file."""
 Router = Literal["noisy-topk", "top2", "switch", "dropless", "sigmoid"]
 Positions = Literal["rope", "alibi", "t5", "relative"]
 Decay = Literal["cosine", "wsd"]
@@ -235,6 +237,12 @@ class PlanConfig:
     """breadth-first and interleaved: microbatches that pass a stage before the next stage begins."""
     recompute: Recompute = "none"
     """What the backward pass computes again instead of keeping."""
+    activations: tuple[Place, ...] | None = None
+    """Where units keep what their backward passes need, until they do: device, host (a GPU's host's memory) or disk (an
+    unnamed file in `state.dir`); one place, or a list with one for each unit; none means device.
+    """
+    reload_ahead: int | None = None
+    """Passes of units before a backward pass at which what was moved comes back; none means 1."""
     sequence_parallel: bool = True
     """With tp > 1, split the work between tensor-parallel regions over the sequence (Korthikanti 2022)."""
     prefetch: int = 1

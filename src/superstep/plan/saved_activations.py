@@ -1,7 +1,8 @@
 """What a run's kernels keep for the backward pass, or make and drop, beyond what every kernel must: by mechanism,
 independent of who wrote them.
 
-Memory is counted by these (``cost.program.memory``); ``engine.saved_activations`` derives them from a run's layers.
+Memory is counted by these (``cost.program.memory``); ``engine.activations.saved_activations`` derives
+them from a run's layers.
 """
 
 from __future__ import annotations

@@ -12,13 +12,16 @@ from superstep.cost.closed.estimate import embedding_s, head_s, update_traffic_b
 from superstep.cost.closed.parallel_degrees import Layout
 from superstep.cost.program.buffers import has_fused_loss, share_numel
 from superstep.cost.program.flops import UnitParameters
+from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.time.instruction_seconds import CollectiveRanks
 from superstep.cost.program.time.simulate import UnitSeconds
 from superstep.hardware.cluster import Collective
 from superstep.hardware.collectives import RankGroup, all_reduce_s, gather_s, send_s
 from superstep.hardware.units import Array
+from superstep.plan.config import Place
 from superstep.plan.resolution.resolve import Resolved
 from superstep.planner.price import Pricing
+from superstep.program.peak_memory import UnitBytes
 
 KINDS = ("compute", "again", "tensor", "context", "experts")
 """The parts of a pass's seconds."""
@@ -75,6 +78,13 @@ class ClosedFormSource:
                 return _number(send_s(np.asarray(size), group.stride, links))
             case _:
                 raise AssertionError(f"{collective} lies within a unit")
+
+    def list_sizes(self) -> Sequence[UnitBytes]:
+        return unit_bytes(self.run)
+
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        """Raises AssertionError: the search keeps activations on the device."""
+        raise AssertionError(f"no plan of a search moves activations to the {place}")
 
     def settle_s(self, size: float) -> float:
         """Two reads and a write."""

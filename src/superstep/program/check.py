@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from superstep.program import instructions as ins
+from superstep.program.check_offload import check_offload
 from superstep.program.instructions import Instruction, Keep, Program, Wire
 from superstep.program.issue_order import Channel, InvalidProgram, issue_order
 from superstep.program.needed_values import Value
@@ -38,6 +39,7 @@ def check(program: Program) -> Program:
         broken = state.end()
         if broken:
             raise InvalidProgram(f"rank {number}, at the end: {broken}")
+    check_offload(program)
     if "transfers" in program.passes:
         _check_channels(program)
         deque(issue_order(program), maxlen=0)
@@ -80,7 +82,7 @@ class _Rank:
         self.copied: set[int] = set()
         self.is_stepped = False
 
-    def run(self, i: Instruction) -> str:
+    def run(self, i: Instruction) -> str:  # noqa: C901 - one case for each instruction
         """Advance over one instruction; returns the broken rule, or nothing."""
         if self.is_stepped:
             return "nothing may follow the step"
@@ -103,6 +105,8 @@ class _Rank:
                 return self._sum(i)
             case ins.Snapshot(unit):
                 return self._snapshot(unit)
+            case ins.Offload() | ins.Reload():
+                return ""  # see ``check_offload``
             case ins.ReducePartial() | ins.Step():
                 self.final |= self.held
                 self.is_stepped = isinstance(i, ins.Step)

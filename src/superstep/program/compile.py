@@ -9,6 +9,7 @@ from superstep.program.check import check
 from superstep.program.encoder_gaps import fill_gaps, share_by_work
 from superstep.program.encoder_tasks import add_encoder, go_round, shift_stages
 from superstep.program.instructions import Program
+from superstep.program.offload import add_offload
 from superstep.program.p2p_setup import check_first_uses, routes
 from superstep.program.passes import (
     add_fetch,
@@ -40,6 +41,8 @@ def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     program = held(add_transfers(program))
     program = held(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
     program = held(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
+    if plan.offloaded:
+        program = held(add_offload(program, plan.offloaded, ahead=plan.reload_ahead))
     if plan.snapshots:
         program = held(add_snapshot(program))
     return check_first_uses(check(add_step(program)), routes(plan.placement, plan.encoders))

@@ -16,6 +16,9 @@ beside the compute until something needs their result:
               ReduceRows, ReduceReplicas                     ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
     snapshot  Snapshot                                       steps
+    out       Offload                                        reloads the same, or is the first to compute or to reload
+                                                             after the next offload: only the newest is under way
+    in        Reload                                         goes back through the unit, or computes it again
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from superstep.plan.zero import ZeroStage
 
 Keep = Literal["all", "selective", "input", "nothing"]
 Wire = Literal["act", "grad"]
-Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot"]
+Lane = Literal["compute", "fetch", "reduce", "act", "grad", "snapshot", "out", "in"]
 T = TypeVar("T")
 
 
@@ -166,6 +169,22 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Offload:
+    """Start moving what the unit keeps of the microbatch out of the device's memory. It is freed once it has left."""
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """Start moving what an offload took away back into the device's memory."""
+
+    unit: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Clip by the global norm and update the parameters."""
 
@@ -187,6 +206,8 @@ Instruction: TypeAlias = (
     | Tie
     | ReducePartial
     | Snapshot
+    | Offload
+    | Reload
     | Step
 )
 
@@ -337,6 +358,10 @@ def lane(instruction: Instruction) -> Lane:
             return wire
         case Snapshot():
             return "snapshot"
+        case Offload():
+            return "out"
+        case Reload():
+            return "in"
         case _:
             return "compute"
 

@@ -23,11 +23,13 @@ ALONE = frozenset(
         ins.BackwardWeight,
         ins.Fetch,
         ins.Free,
+        ins.Offload,
         ins.Recompute,
         ins.Reduce,
         ins.ReduceRows,
         ins.ReducePartial,
         ins.ReduceReplicas,
+        ins.Reload,
         ins.Settle,
         ins.Snapshot,
     }

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Keep, Program
 from superstep.program.needed_values import Value
+from superstep.program.offload import find_ended_offloads
 from superstep.program.received import find_received_values
 
 Category: TypeAlias = Literal["params", "gradient", "kept", "boundary"]
@@ -151,6 +152,8 @@ class _Held:
         self.program = program
         self.sizes = sizes
         self.received = find_received_values(program, rank)
+        self.ended = find_ended_offloads(program, rank)
+        self.away: dict[tuple[int, int], int] = {}
         self.are_params_transient = program.shards_parameters
         self.are_gradients_transient = program.shards_gradients and any(
             isinstance(i, ins.Reduce) for i in program.ranks[rank]
@@ -172,10 +175,14 @@ class _Held:
         """Release something, if it is held."""
         self.bytes[category] -= self.items.pop((category, *key), 0)
 
-    def begin(self, index: int, i: Instruction) -> None:
+    def begin(self, index: int, i: Instruction) -> None:  # noqa: C901 - one case for each instruction
         """Add what exists while the instruction runs, without what was sent and is received by then."""
         self._release(self.received.get(index, ()))
+        for key in self.ended.get(index, ()):
+            self._offload(*key)
         match i:
+            case ins.Reload(unit, m):
+                self._reload(unit, m)
             case ins.Fetch(unit) if self.are_params_transient:
                 self.put("params", unit, size=self.sizes[unit].params)
             case ins.Forward(unit, m, keep):
@@ -197,6 +204,23 @@ class _Held:
                 self._put_value(value, m)
             case ins.Recv("grad", value, m, _):
                 self.put("boundary", "grad", value, m, size=self.sizes[value].boundary)
+
+    def _offload(self, unit: int, m: int) -> None:
+        """Release what has left: all that a unit keeps but fields of the batch."""
+        kept, stays = self.items["kept", unit, m], self._count_beyond_inputs(unit, self.sizes[unit].kept_input)
+        self.away[unit, m] = kept
+        self.put("kept", unit, m, size=stays)
+        for value in self.taken[unit]:
+            self.keepers[value, m] -= 1
+            if not self.keepers[value, m]:
+                self.drop("kept", "value", value, m)
+
+    def _reload(self, unit: int, m: int) -> None:
+        self.put("kept", unit, m, size=self.away.pop((unit, m)))
+        for value in self.taken[unit]:
+            self.keepers[value, m] += 1
+            if not self.left.get((value, m)):
+                self.put("kept", "value", value, m, size=self.sizes[value].boundary)
 
     def _release(self, received: Sequence[Value]) -> None:
         for wire, value, m in received:

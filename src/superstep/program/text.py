@@ -18,7 +18,7 @@ from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Keep, Program, Wire
 
 
-def describe(instruction: Instruction) -> str:
+def describe(instruction: Instruction) -> str:  # noqa: C901 - one case for each instruction
     """One instruction as one line."""
     match instruction:
         case ins.Forward(unit, m, keep):
@@ -31,6 +31,8 @@ def describe(instruction: Instruction) -> str:
             return f"backward-input u{unit} m{m}"
         case ins.BackwardWeight(unit, m):
             return f"backward-weight u{unit} m{m}"
+        case ins.Offload(unit, m) | ins.Reload(unit, m):
+            return f"{type(instruction).__name__.lower()} u{unit} m{m}"
         case ins.Send(wire, unit, m, peer):
             return f"send {wire} u{unit} m{m} to {peer}"
         case ins.Recv(wire, unit, m, peer):
@@ -94,6 +96,8 @@ _FORMS: tuple[tuple[str, Callable[[re.Match[str]], Instruction]], ...] = (
     (r"tie u(\d+)", lambda f: ins.Tie(int(f[1]))),
     (r"reduce-partial", lambda f: ins.ReducePartial()),
     (r"snapshot u(\d+)", lambda f: ins.Snapshot(int(f[1]))),
+    (r"offload u(\d+) m(\d+)", lambda f: ins.Offload(int(f[1]), int(f[2]))),
+    (r"reload u(\d+) m(\d+)", lambda f: ins.Reload(int(f[1]), int(f[2]))),
     (r"step", lambda f: ins.Step()),
 )
 

@@ -12,11 +12,15 @@ from typing import TypeAlias
 from superstep.program import instructions as ins
 from superstep.program.instructions import Instruction, Lane, Program, lane
 from superstep.program.needed_values import NeededValues
+from superstep.program.offload import find_ended_offloads, list_moved
+
+EXPOSED: tuple[Lane, ...] = ("fetch", "reduce", "act", "grad", "snapshot", "out", "in")
+"""The lanes beside the compute."""
 
 Channel: TypeAlias = tuple[Lane, str, int | None]
 Arrival: TypeAlias = tuple[Lane, int, int | None]
-"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), a copy (snapshot, u), or a transfer (act or
-grad, u, m).
+"""What a lane brings: parameters (fetch, u), a summed gradient (reduce, u), a copy (snapshot, u), a transfer (act or
+grad, u, m), or kept activations in their new place (out or in, u, m).
 """
 
 
@@ -31,6 +35,10 @@ def brings(instruction: Instruction) -> Arrival | None:
             return wire, unit, m
         case ins.Snapshot(unit):
             return "snapshot", unit, None
+        case ins.Offload(unit, m):
+            return "out", unit, m
+        case ins.Reload(unit, m):
+            return "in", unit, m
         case _:
             return None
 
@@ -44,8 +52,13 @@ class Needs:
         self._fetched: list[list[Arrival]] = [[("fetch", u, None) for u in units] for units in program.params]
         self._reduced: list[Arrival] = [("reduce", u, None) for u in range(len(program.units))]
         self._copied: list[Arrival] = [("snapshot", u, None) for u in range(len(program.units))]
+        self._moved: dict[Instruction, list[Arrival]] = _find_moved(program)
 
     def __call__(self, instruction: Instruction) -> list[Arrival]:
+        needed = self._list_needs(instruction)
+        return [*needed, *self._moved[instruction]] if instruction in self._moved else needed
+
+    def _list_needs(self, instruction: Instruction) -> list[Arrival]:
         match instruction:
             case ins.Forward(unit) | ins.Backward(unit) | ins.BackwardInput(unit):
                 return [*self._values(instruction), *self._fetched[unit]]
@@ -61,6 +74,21 @@ class Needs:
                 return self._reduced + self._copied
             case _:
                 return []
+
+
+def _find_moved(program: Program) -> dict[Instruction, list[Arrival]]:
+    """What instructions need of the lanes ``out`` and ``in``."""
+    moved = list_moved(program)
+    needs: dict[Instruction, list[Arrival]] = {}
+    for rank, instructions in enumerate(program.ranks if moved else ()):
+        for place, keys in find_ended_offloads(program, rank).items():
+            needs[instructions[place]] = [("out", *key) for key in keys]
+        for i in instructions:
+            if isinstance(i, ins.Recompute | ins.Backward | ins.BackwardInput) and (i.unit, i.microbatch) in moved:
+                needs.setdefault(i, []).append(("in", i.unit, i.microbatch))
+            elif isinstance(i, ins.Reload):
+                needs.setdefault(i, [])[:0] = [("out", i.unit, i.microbatch)]
+    return needs
 
 
 def waits_for(program: Program, instruction: Instruction) -> list[Arrival]:
@@ -189,7 +217,7 @@ def _waits(events: Sequence[TimelineEvent], needs: Needs, start_s: float, end_s:
 def _time_spent(events: Sequence[TimelineEvent], waits: Sequence[Wait]) -> StepBreakdown:
     """One rank's step by use."""
     busy_s = bubble_s = 0.0
-    exposed_s: dict[Lane, float] = dict.fromkeys(("fetch", "reduce", "act", "grad", "snapshot"), 0.0)
+    exposed_s: dict[Lane, float] = dict.fromkeys(EXPOSED, 0.0)
     for e in events:
         if isinstance(e.instruction, ins.Tie | ins.ReducePartial):
             exposed_s["reduce"] += e.end_s - e.start_s

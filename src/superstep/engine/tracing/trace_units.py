@@ -25,12 +25,12 @@ from superstep.comm.mesh import Group, Mesh, ParameterReplicas
 from superstep.cost.program.gradient_flow import flow_of
 from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
-from superstep.engine.executor import RankUnits
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import input_gradients
 from superstep.engine.layers.implementation import Choice
 from superstep.engine.parallel.expert import ExpertParallel, build_exchange
+from superstep.engine.rank_units import RankUnits
 from superstep.engine.tracing.operation_trace import OperationRecorder, TracedOperations
 from superstep.model.mixture.expert_dispatch import DispatchContext
 from superstep.model.unit import UnitSpec, start_graph

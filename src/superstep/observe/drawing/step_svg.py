@@ -41,6 +41,8 @@ REDUCE = InstructionInk("reduce", ("#cc79a7", "#cc79a7"))
 ACT = InstructionInk("activation sent", ("#56b4e9", "#56b4e9"))
 GRAD = InstructionInk("gradient sent", ("#d55e00", "#d55e00"))
 SNAPSHOT = InstructionInk("snapshot", ("#8c8c8c", "#8c8c8c"))
+OFFLOAD = InstructionInk("offload", ("#7b5ea7", "#7b5ea7"))
+RELOAD = InstructionInk("reload", ("#b39ddb", "#b39ddb"))
 _INKS: dict[type[Instruction], InstructionInk] = {
     ins.Forward: FORWARD,
     ins.Recompute: RECOMPUTE,
@@ -53,8 +55,10 @@ _INKS: dict[type[Instruction], InstructionInk] = {
     ins.ReduceRows: REDUCE,
     ins.ReduceReplicas: REDUCE,
     ins.Snapshot: SNAPSHOT,
+    ins.Offload: OFFLOAD,
+    ins.Reload: RELOAD,
 }
-_LANES = ("fetch", "reduce", "act", "grad", "snapshot")
+_LANES = ("fetch", "reduce", "act", "grad", "snapshot", "out", "in")
 
 
 def draw_svg(timelines: Iterable[tuple[str, Timeline]]) -> str:

@@ -52,6 +52,8 @@ EXPOSED = Style("waiting for communication", "!", (203,), is_line=True)
 FETCH = Style("fetch", "━", (220,), is_line=True)
 REDUCE = Style("reduce", "━", (176,), is_line=True)
 SNAPSHOT = Style("snapshot", "━", (108,), is_line=True)
+OFFLOAD = Style("offload", "━", (98,), is_line=True)
+RELOAD = Style("reload", "━", (141,), is_line=True)
 SEND_ACT = Style("activation sent", "▸", (75,), is_line=True)
 SEND_GRAD = Style("gradient sent", "◂", (208,), is_line=True)
 
@@ -185,6 +187,8 @@ _LANES: dict[str, dict[Lane, Style]] = {
     "reduce": {"reduce": REDUCE},
     "send": {"act": SEND_ACT, "grad": SEND_GRAD},
     "snapshot": {"snapshot": SNAPSHOT},
+    "out": {"out": OFFLOAD},
+    "in": {"in": RELOAD},
 }
 
 

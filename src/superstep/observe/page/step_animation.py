@@ -46,6 +46,8 @@ _LABELS: dict[type[Instruction], tuple[str, str, str]] = {
     ins.Send: ("send", "wire", "send"),
     ins.Recv: ("recv", "wire", "receive"),
     ins.Snapshot: ("snapshot", "snapshot", "snapshot"),
+    ins.Offload: ("offload", "out", "offload activations"),
+    ins.Reload: ("reload", "in", "reload activations"),
 }
 
 

@@ -43,8 +43,10 @@ KINDS: tuple[type[Instruction], ...] = (
     ins.Recv,
     ins.Snapshot,
     ins.ReduceRows,
+    ins.Offload,
+    ins.Reload,
 )
-LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot")
+LANES = ("compute", "fetch", "reduce", "act", "grad", "snapshot", "out", "in")
 NS = 1e9
 
 

@@ -33,6 +33,7 @@ AT_LEAST = {
     "observe.log_every": 1,
     "plan.chunks": 1,
     "plan.prefetch": 0,
+    "plan.reload_ahead": 1,
     "plan.pp": 1,
     "plan.tp": 1,
     "plan.cp": 1,

@@ -1,11 +1,11 @@
-"""Automatic values of ``[plan]``: schedule, data-parallel degree, microbatch and microbatch group."""
+"""Automatic values of ``[plan]``: schedule, degrees, microbatches and places of activations."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from superstep.errors import ConfigError
-from superstep.plan.config import LOOPED, ZERO_BUBBLE, PlanConfig, RunConfig, Schedule, setting_text
+from superstep.plan.config import LOOPED, ZERO_BUBBLE, Place, PlanConfig, RunConfig, Schedule, setting_text
 from superstep.plan.model.outline import Outline
 from superstep.plan.sharding.encoder import check_encoder, count_in_front
 
@@ -133,3 +133,28 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
             f"least {least}; set plan.microbatch_group to one of {choices}."
         )
     return plan.microbatch_group
+
+
+def find_places(plan: PlanConfig, outline: Outline) -> tuple[Place, ...]:
+    """The place of each unit's kept activations; () where all stay on the device. Raises ConfigError: a list of another
+    length, or a place that is the device's own memory.
+    """
+    places, units = plan.activations or ("device",), len(outline.units)
+    if len(places) not in (1, units):
+        raise ConfigError(
+            f"plan.activations = {list(places)} has {len(places)} places and the model {units} units; give one place, "
+            f"or a list of {units}: of {outline.names[0]}, each unit after it, and {outline.names[-1]}."
+        )
+    if "host" in places and plan.device == "cpu":
+        raise ConfigError(host_error())
+    if set(places) == {"device"}:
+        return ()
+    return places * units if len(places) == 1 else places
+
+
+def host_error() -> str:
+    """Why ranks on a CPU cannot move activations to the host."""
+    return (
+        "plan.activations = 'host' on CPU ranks: the host's memory is where they compute; set plan.activations to "
+        "'disk', or plan.device to 'cuda'."
+    )

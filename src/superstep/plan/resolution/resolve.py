@@ -9,6 +9,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import (
     Context,
     EncoderPlacement,
+    Place,
     Recompute,
     RunConfig,
     Schedule,
@@ -20,7 +21,7 @@ from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.check_ranges import check_ranges
-from superstep.plan.resolution.fill_plan import fill_plan
+from superstep.plan.resolution.fill_plan import fill_plan, find_places
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.resolution.trained_parameters import choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
@@ -80,6 +81,8 @@ class Plan(ZeroStage):
         snapshots: whether the step copies the state into memory that outlives the ranks.
         encoder: where an encoder runs: unless in front, its units are the first stage, which every pipeline rank has.
         work: multiplications of each unit's forward pass over a row of the batch; () where no pass needs them.
+        activations: the place of each unit's kept activations between its passes; () for the device.
+        reload_ahead: passes of units before a backward pass at which they come back.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
 
@@ -113,6 +116,8 @@ class Plan(ZeroStage):
     phases: tuple[PlannedPhase, ...] = ()
     encoder: EncoderPlacement = "front"
     work: tuple[int, ...] = ()
+    activations: tuple[Place, ...] = ()
+    reload_ahead: int = 1
 
     def list_phases(self) -> tuple[Plan, ...]:
         """The plan of each phase of a step, in their order; only itself for a step of one."""
@@ -142,6 +147,11 @@ class Plan(ZeroStage):
     def shares(self, field: str) -> bool:
         """Whether context-parallel ranks share a field's tokens."""
         return self.shared_fields is None or field in self.shared_fields
+
+    @property
+    def offloaded(self) -> frozenset[int]:
+        """The units that move what they keep."""
+        return frozenset(unit for unit, place in enumerate(self.activations) if place != "device")
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
@@ -301,6 +311,8 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         shared_fields=outline.shared_fields,
         mtp_weight=None if shape is None else shape.mtp_weight,
         snapshots=config.state.snapshot_every is not None,
+        activations=find_places(plan, outline),
+        reload_ahead=plan.reload_ahead or 1,
     )
     require_way_back(made.units, stages, taken, made.has_backward)
     for phase, its_plan in zip(made.phases, made.list_phases(), strict=False):

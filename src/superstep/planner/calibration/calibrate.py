@@ -35,7 +35,7 @@ FOREIGN = 20.0
 """A larger factor than between any two softwares on one chip: the run was on another chip."""
 ROUNDS = 12
 STEP = 1e-3
-WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial", "Snapshot")
+WAITING = ("Send", "Recv", "Step", "Tie", "Free", "ReducePartial", "Snapshot", "Offload", "Reload")
 """Instructions with recorded seconds that include waits for other ranks, or that belong to no unit."""
 BESIDE = ("Fetch", "Reduce", "ReduceReplicas")
 """Instructions that wait for their lane: the shortest of a kind counts."""

@@ -12,8 +12,8 @@ from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.time.operation import UnitOperations, flops
+from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
-from superstep.engine.saved_activations import with_kept
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.model.axes import units
 from superstep.model.lora import adapt

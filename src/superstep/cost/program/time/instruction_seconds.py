@@ -13,6 +13,7 @@ measured operations of this machine (``cost.program.time.predict``), or closed f
     Send, Recv       the unit's input                           two neighbours in the pipeline
     Settle, Step     this rank's share                          itself
     Snapshot         weights and moments of this rank's share   its host
+    Offload, Reload  what the unit keeps of a microbatch        its host, or its disk
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from superstep.cost.program.buffers import FP32, family_numel, share_numel, zero
 from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds
 from superstep.hardware.cluster import Collective
+from superstep.plan.config import Place
 from superstep.plan.resolution.resolve import Resolved
-from superstep.program.instructions import Program
+from superstep.program.instructions import Forward, Program
+from superstep.program.offload import list_moved
+from superstep.program.peak_memory import UnitBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,12 @@ class InstructionPrices(Protocol):
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """One collective of ``size`` bytes, counted as in ``hardware.cluster.CollectiveRate``; 0 for one rank."""
 
+    def list_sizes(self) -> Sequence[UnitBytes]:
+        """The transient bytes of each unit."""
+
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        """One copy between the device and a place."""
+
     def settle_s(self, size: float) -> float:
         """Adding the ``size`` bytes of a shard's new gradient to its sum."""
 
@@ -69,8 +79,16 @@ def instruction_seconds(run: Resolved, program: Program, source: InstructionPric
     owned = rank_parameters(run)
     held = [[owned[u] for u in program.list_held_units(rank) if u not in program.resting] for rank in range(program.pp)]
     tp = CollectiveRanks(run.plan.mesh.tp, 1)
+    units = [_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)]
+    for unit, size in count_moved(program, source.list_sizes()).items() if list_moved(program) else ():
+        place = run.plan.activations[unit]
+        units[unit] = replace(
+            units[unit],
+            offload_s=source.move_s(place, size, is_out=True),
+            reload_s=source.move_s(place, size, is_out=False),
+        )
     return PerUnit(
-        units=tuple(_unit(run, program, source, unit, parameters) for unit, parameters in enumerate(owned)),
+        units=tuple(units),
         reduce_partial_s=max(
             source.collective_s("all-reduce", FP32 * partial_elements(run, units), tp) for units in held
         ),
@@ -108,6 +126,19 @@ def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int,
         snapshot_s=source.settle_s(2 * FP32 * share) / (run.config.state.snapshot_every or 1),
         transfer_s=source.collective_s("send", source.boundary_bytes(unit), CollectiveRanks(2, stage)),
     )
+
+
+def count_moved(program: Program, sizes: Sequence[UnitBytes]) -> dict[int, int]:
+    """Bytes of a microbatch that each offloaded unit moves: what it keeps but fields of the batch."""
+    moved, taken = list_moved(program), program.taken
+    return {
+        i.unit: sizes[i.unit].count_kept(i.keep)
+        - sizes[i.unit].kept_input
+        + sum(sizes[value].boundary for value in taken[i.unit])
+        for instructions in program.ranks
+        for i in instructions
+        if isinstance(i, Forward) and (i.unit, i.microbatch) in moved
+    }
 
 
 def partial_elements(run: Resolved, units: Sequence[UnitParameters]) -> int:

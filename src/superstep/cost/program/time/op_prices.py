@@ -27,6 +27,10 @@ from superstep.cost.program.time.operation import (
 from superstep.errors import ConfigError
 from superstep.hardware.chip import ProductRate, Rate
 from superstep.hardware.cluster import Cluster, Collective
+from superstep.plan.config import Place
+
+DISK_BYTES_PER_S = 6e8
+"""Of a disk that was not measured: an SSD behind SATA."""
 
 LIKE: Mapping[str, str] = {"norm": "copy", "gate": "exp", "loss": "exp"}
 """Kinds of passes of our own kernels, and torch's kinds with about the same rate, where ours were not measured."""
@@ -63,6 +67,9 @@ class Prices(Protocol):
     def collective_s(self, collective: Collective, size: float, ranks: int) -> float:
         """One collective of ``size`` bytes, counted as in ``hardware.cluster.CollectiveRate``; 0 with one rank."""
 
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        """One copy of ``size`` bytes from a rank's device to a place, or back."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineRates:
@@ -72,6 +79,8 @@ class MachineRates:
     memory_bytes_per_s: float
     link_bytes_per_s: float
     link_latency_s: float
+    host_bytes_per_s: float = 25e9
+    disk_bytes_per_s: float = DISK_BYTES_PER_S
 
     @property
     def shared_cores(self) -> None:
@@ -95,6 +104,9 @@ class MachineRates:
             return size / self.link_bytes_per_s + self.link_latency_s
         once = size * (ranks - 1) / ranks / self.link_bytes_per_s + self.link_latency_s
         return 2 * once if collective == "all-reduce" else once
+
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        return size / (self.disk_bytes_per_s if place == "disk" else self.host_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +187,14 @@ class MeasuredMachine:
             return size / link.link_bytes_per_s + link.link_latency_s
         nearest = min(known, key=lambda c: abs(math.log(c.ranks / ranks)))
         return nearest.latency_s + size / nearest.bytes_per_s
+
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        """At the published rate to the host's memory; at a share of the disk's measured one for each rank of a host."""
+        cluster = self.cluster
+        if place != "disk":
+            return size / cluster.chip.host_bytes_per_s
+        rate = cluster.disk_write_bytes_per_s if is_out else cluster.disk_read_bytes_per_s
+        return size * (cluster.chips if self.is_host else 1) / (rate or DISK_BYTES_PER_S)
 
     def _products(self, kernel: str) -> list[ProductRate]:
         return [p for p in self.cluster.chip.products if p.kernel == kernel and p.rate == self.rate]

@@ -31,6 +31,7 @@ from superstep.cost.program.buffers import (
     zero_stage,
 )
 from superstep.cost.program.flops import UnitParameters, rank_parameters
+from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.memory import RankBytes, rank_bytes
 from superstep.cost.program.time.instruction_seconds import CollectiveRanks, instruction_seconds
 from superstep.cost.program.time.op_prices import MachineRates, Prices, seconds
@@ -38,6 +39,7 @@ from superstep.cost.program.time.operation import Axis, UnitOperations, count_va
 from superstep.cost.program.time.simulate import Durations, PerUnit, UnitSeconds, simulate
 from superstep.cost.program.time.unit_operations import decoder_operations
 from superstep.hardware.cluster import Collective
+from superstep.plan.config import Place
 from superstep.plan.optimizers import update_passes
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation, compile_step
@@ -232,6 +234,12 @@ class OperationDurations:
     def collective_s(self, collective: Collective, size: float, over: CollectiveRanks) -> float:
         """At the machine's price, which depends only on the number of ranks."""
         return self.machine.collective_s(collective, size, over.count) if size else 0.0
+
+    def list_sizes(self) -> Sequence[UnitBytes]:
+        return sizes_of(self.run, self.operations) or unit_bytes(self.run)
+
+    def move_s(self, place: Place, size: float, *, is_out: bool) -> float:
+        return self.machine.move_s(place, size, is_out=is_out)
 
     def settle_s(self, size: float) -> float:
         """Two reads and a write."""

@@ -1,9 +1,9 @@
 """simulate: the program on a clock.
 
 Each rank issues its instructions in order; the next one is issued when the compute before it has finished. A fetch or a
-reduction starts when it is issued and its lane is free. A transfer starts when it is sent, its receive is posted and
-its channel (from, to, wire) is free. Compute starts when all its inputs have arrived. A tie or a step starts when all
-of its ranks have reached it.
+reduction starts when it is issued and its lane is free, a reload not before its offload has ended. A transfer starts
+when it is sent, its receive is posted and its channel (from, to, wire) is free. Compute starts when all its inputs have
+arrived. A tie or a step starts when all of its ranks have reached it.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class UnitSeconds:
     tie_s: float = 0.0
     transfer_s: float = 0.0
     snapshot_s: float = 0.0
+    offload_s: float = 0.0
+    reload_s: float = 0.0
 
     def of(self, instruction: Instruction) -> float:  # noqa: C901 - one case for each instruction
         match instruction:
@@ -75,6 +77,10 @@ class UnitSeconds:
                 return self.transfer_s
             case ins.Snapshot():
                 return self.snapshot_s
+            case ins.Offload():
+                return self.offload_s
+            case ins.Reload():
+                return self.reload_s
             case _:
                 return 0.0
 
@@ -128,7 +134,7 @@ class _Run:
         place = places[0]
         i = self.program.ranks[place[0]][place[1]]
         match i:
-            case ins.Fetch() | ins.Reduce() | ins.ReduceReplicas() | ins.Snapshot():
+            case ins.Fetch() | ins.Reduce() | ins.ReduceReplicas() | ins.Snapshot() | ins.Offload() | ins.Reload():
                 self._beside(place, i)
             case ins.Send() | ins.Recv():
                 self._transfer(place, i)
@@ -150,9 +156,9 @@ class _Run:
             ready_s = max(ready_s, came_s.get(arrival, 0.0))
         return ready_s
 
-    def _beside(self, place: Place, i: ins.Fetch | ins.Reduce | ins.ReduceReplicas | ins.Snapshot) -> None:
+    def _beside(self, place: Place, i: Instruction) -> None:
         rank = place[0]
-        start_s = max(self.clock_s[rank], self.lane_free_s.get((rank, lane(i)), 0.0))
+        start_s = max(self._ready_s(rank, self.waits_for(i)), self.lane_free_s.get((rank, lane(i)), 0.0))
         end_s = start_s + self.durations(i, rank)
         self.lane_free_s[rank, lane(i)] = end_s
         self._came(place, i, start_s, end_s)

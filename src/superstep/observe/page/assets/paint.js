@@ -4,6 +4,7 @@ const HUES = {
   "backward-input": ["#e69f00", "#f2bb45"], "backward-weight": ["#009e73", "#3fb896"], settle: ["#6b737c", "#6b737c"],
   tie: ["#6b737c", "#6b737c"], "reduce-partial": ["#6b737c", "#6b737c"], step: ["#2f3942", "#2f3942"], fetch: ["#c9b800", "#ddd03a"],
   reduce: ["#cc79a7", "#cc79a7"], "reduce-replicas": ["#a04b7b", "#a04b7b"], send: ["#56b4e9", "#d55e00"], snapshot: ["#8c8c8c", "#8c8c8c"],
+  offload: ["#7b5ea7", "#7b5ea7"], reload: ["#b39ddb", "#b39ddb"],
   free: ["#999999", "#999999"], recv: ["#56b4e9", "#d55e00"],
 };
 const DARK = { step: ["#cfd6dd", "#cfd6dd"], settle: ["#98a1ab", "#98a1ab"], tie: ["#98a1ab", "#98a1ab"], "reduce-partial": ["#98a1ab", "#98a1ab"] };

@@ -45,7 +45,7 @@ function showCurves() {
   document.documentElement.dataset.ready = "report";
 }
 
-const PARTS = { compute: "#0072b2", bubble: "#c3cad2", "waits for fetch": "#c9b800", "waits for reduce": "#cc79a7", "waits for act": "#56b4e9", "waits for grad": "#d55e00", "waits for snapshot": "#8a8f96", "log-probabilities": "#009e73",
+const PARTS = { compute: "#0072b2", bubble: "#c3cad2", "waits for fetch": "#c9b800", "waits for reduce": "#cc79a7", "waits for act": "#56b4e9", "waits for grad": "#d55e00", "waits for snapshot": "#8a8f96", "waits for out": "#7b5ea7", "waits for in": "#b39ddb", "log-probabilities": "#009e73",
   steps: "#0072b2", data: "#d55e00", sampling: "#d55e00", validation: "#009e73", checkpoints: "#8a8f96" };
 const inkOn = (hex) => { const [r, g, b] = [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16)); return 0.299 * r + 0.587 * g + 0.114 * b > 100 ? "#10161b" : "#ffffff"; };
 function bar(parts, most) {

@@ -3,7 +3,7 @@ const SAYS = {
   forward: "forward", recompute: "computed again", backward: "backward", "backward-input": "backward, gradient of the input",
   "backward-weight": "backward, gradients of the weights", settle: "waits for its gradient's sum", tie: "sum of a tied gradient",
   "reduce-partial": "sum of partial gradients over tp", step: "optimizer's step", free: "frees parameters", fetch: "gathers parameters",
-  reduce: "sums gradients over ranks", "reduce-replicas": "sums gradients over replicas", send: "sends", recv: "receives", snapshot: "copies its state",
+  reduce: "sums gradients over ranks", "reduce-replicas": "sums gradients over replicas", send: "sends", recv: "receives", snapshot: "copies its state", offload: "moves what it keeps away", reload: "brings it back",
 };
 
 function nameOf(step, rank, i) {

@@ -1,0 +1,90 @@
+"""Offload: what units keep for their backward passes lies elsewhere between their passes.
+
+The lane ``out`` moves one unit after the other. The first computation or reload after an offload waits for the one
+before it, so a rank's memory holds the unit that is computed, one that is leaving, and those that have come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import TypeAlias
+
+from superstep.program import instructions as ins
+from superstep.program.instructions import Instruction, Program
+
+Key: TypeAlias = tuple[int, int]
+"""A unit and a microbatch."""
+
+Computing: TypeAlias = ins.Forward | ins.Recompute | ins.Backward | ins.BackwardInput | ins.BackwardWeight
+
+LEAST_AWAY = 1
+"""Passes of units between an offload and its reload, below which what is kept stays where it is: it would come back as
+soon as it has left.
+"""
+
+
+def add_offload(program: Program, units: Collection[int], *, ahead: int) -> Program:
+    """Offload what ``units`` keep after each forward pass, and reload it ``ahead`` passes of units before the first
+    instruction that needs it.
+    """
+    ranks = tuple(tuple(_move(instructions, units, ahead)) for instructions in program.ranks)
+    return replace(program, passes=(*program.passes, "offload"), ranks=ranks)
+
+
+def _move(instructions: tuple[Instruction, ...], units: Collection[int], ahead: int) -> Iterator[Instruction]:
+    passes = _list_passes(instructions)
+    number_of = {place: number for number, place in enumerate(passes)}
+    left: dict[Key, int] = {}
+    reloads: dict[int, list[Key]] = {}
+    for place, i in enumerate(instructions):
+        if isinstance(i, ins.Forward):
+            left[i.unit, i.microbatch] = number_of[place]
+        elif place in number_of and isinstance(i, ins.Recompute | ins.Backward | ins.BackwardInput):
+            key = i.unit, i.microbatch
+            number = number_of[place] - ahead
+            if i.unit in units and number - left[key] - 1 >= LEAST_AWAY:
+                reloads.setdefault(passes[number], []).append(key)
+    moved = {key for keys in reloads.values() for key in keys}
+    for place, i in enumerate(instructions):
+        yield from (ins.Reload(*key) for key in reloads.get(place, ()))
+        yield i
+        if isinstance(i, ins.Forward) and (i.unit, i.microbatch) in moved:
+            yield ins.Offload(i.unit, i.microbatch)
+
+
+def _list_passes(instructions: tuple[Instruction, ...]) -> list[int]:
+    """Where each pass of a unit begins. A backward pass begins with its recomputation."""
+    places: list[int] = []
+    again: Key | None = None
+    for place, i in enumerate(instructions):
+        if isinstance(i, Computing):
+            key = i.unit, i.microbatch
+            if key != again:
+                places.append(place)
+            again = key if isinstance(i, ins.Recompute) else None
+    return places
+
+
+def find_ended_offloads(program: Program, rank: int) -> dict[int, tuple[Key, ...]]:
+    """By an instruction's place: the offloads that a rank waits for before it, so that their memory is free."""
+    under_way: list[Key] = []
+    ended: dict[int, tuple[Key, ...]] = {}
+    for place, i in enumerate(program.ranks[rank]):
+        count = 0
+        match i:
+            case ins.Offload(unit, m):
+                under_way.append((unit, m))
+            case ins.Reload(unit, m) if (unit, m) in under_way[-1:]:
+                count = len(under_way)
+            case _ if isinstance(i, ins.Reload | Computing):
+                count = len(under_way) - 1
+        if count > 0:
+            ended[place] = tuple(under_way[:count])
+            del under_way[:count]
+    return ended
+
+
+def list_moved(program: Program) -> frozenset[Key]:
+    """The units and microbatches of a program that are offloaded."""
+    return frozenset((i.unit, i.microbatch) for r in program.ranks for i in r if isinstance(i, ins.Offload))
