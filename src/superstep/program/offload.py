@@ -6,7 +6,7 @@ before it, so a rank's memory holds the unit that is computed, one that is leavi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -88,3 +88,16 @@ def find_ended_offloads(program: Program, rank: int) -> dict[int, tuple[Key, ...
 def list_moved(program: Program) -> frozenset[Key]:
     """The units and microbatches of a program that are offloaded."""
     return frozenset((i.unit, i.microbatch) for r in program.ranks for i in r if isinstance(i, ins.Offload))
+
+
+def find_most_away(program: Program, rank: int, sizes: Mapping[int, int]) -> int:
+    """The most bytes of a rank that are elsewhere at a time, given those that each unit moves of a microbatch."""
+    away = most = 0
+    moved = list_moved(program)
+    for i in program.ranks[rank]:
+        if isinstance(i, ins.Offload):
+            away += sizes[i.unit]
+            most = max(most, away)
+        elif isinstance(i, ins.Backward | ins.BackwardInput) and (i.unit, i.microbatch) in moved:
+            away -= sizes[i.unit]
+    return most

@@ -14,6 +14,7 @@ from superstep.cost.program.time.predict import memory_of_phases
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
 from superstep.plan.config import RunConfig
+from superstep.plan.resolution.fill_plan import host_error
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.launch_rules import Launcher
 from superstep.train.weights.model import operations, resolve_config
@@ -60,6 +61,8 @@ def require_fit_here(run: Resolved, traced: Sequence[UnitOperations] | None, lau
     """
     # torchrun gives the number of its ranks on this host, srun does not.
     if choose(run.config.plan.device, launcher.ranks_here(ranks)) == "cpu":
+        if "host" in run.plan.activations:
+            raise ConfigError(host_error())
         # Only a GPU's own rank knows its free memory: reading it uses a part of it.
         require_fit(run, Device("cpu"), traced, ranks=launcher.local_ranks or ranks)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from superstep.cost.program.time.operation import UnitOperations
 from superstep.data.samples.source import describe_rows, open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.disk_check import require_disk
+from superstep.run.disk_check import require_activation_disk, require_disk
 from superstep.run.job import TrainJob
 from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit_here
@@ -83,7 +84,7 @@ def prepare_job(
     if checkpoint is None:
         check_start(run)
     traced = operations(run)
-    require_fit_here(run, traced, launcher, run.plan.mesh.world // hosts)
+    _require_room(run, traced, launcher, folder, run.plan.mesh.world // hosts)
     with locked_folder(run, folder, store, console.say) as is_fetched:
         checkpoint = _newest_of(run, folder) if is_fetched or checkpoint is not None else None
         step = 0 if checkpoint is None else read_position(checkpoint).step
@@ -116,6 +117,14 @@ def prepare_job(
                 began_at_s=began_at_s,
                 earlier_s=sum_spent_s(folder.metrics),
             )
+
+
+def _require_room(
+    run: Resolved, traced: Sequence[UnitOperations] | None, launcher: Launcher, folder: RunFolder, ranks: int
+) -> None:
+    """Check this host's memory and disk for its ranks, before anything is written."""
+    require_fit_here(run, traced, launcher, ranks)
+    require_activation_disk(run, traced, folder.root, ranks)
 
 
 def _newest_of(run: Resolved, folder: RunFolder) -> Path | None:

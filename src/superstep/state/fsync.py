@@ -36,3 +36,19 @@ def free_bytes(path: Path) -> int:
     """Free bytes of the disk of a folder, which need not exist."""
     there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
     return shutil.disk_usage(there).free
+
+
+def file_system(path: Path) -> str:
+    """The kind of the file system of a folder, which need not exist, as /proc/self/mountinfo names it (proc(5)); empty
+    if unknown.
+    """
+    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir()).resolve()
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    kinds: dict[Path, str] = {}
+    for line in lines:
+        place, _, rest = line.partition(" - ")
+        kinds[Path(place.split()[4])] = rest.split()[0]
+    return next((kinds[folder] for folder in (there, *there.parents) if folder in kinds), "")

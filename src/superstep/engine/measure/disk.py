@@ -1,10 +1,14 @@
-"""measure_disk: bytes per second that a folder's disk writes and reads, of one file."""
+"""Bytes per second that a folder's disk writes and reads: of one file through the system's cache, and past it."""
 
 from __future__ import annotations
 
 import os
 import time
 from pathlib import Path
+
+import torch
+
+from superstep.engine.activations.direct_file import DirectFile
 
 SIZE = 2**26
 """Bytes of the test file."""
@@ -31,3 +35,18 @@ def disk_rates(folder: Path) -> tuple[float, float]:
         read = SIZE / (time.perf_counter() - start_s)
     path.unlink()
     return read, write
+
+
+def direct_rates(folder: Path) -> tuple[float, float]:
+    """Read and write rates of activations that lie in a folder, which need not exist. Raises ConfigError or DiskFault
+    as ``DirectFile``.
+    """
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    file, content = DirectFile(there), torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    part = file.allocate(SIZE)
+    times_s = [time.perf_counter()]
+    for copy in (file.write, file.read):
+        copy(part, content)
+        times_s.append(time.perf_counter())
+    start_s, written_s, read_s = times_s
+    return SIZE / (read_s - written_s), SIZE / (written_s - start_s)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ from superstep.comm.objects import barrier
 from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import Operation, UnitOperations
 from superstep.engine.attention.choose_attention import is_compiled
+from superstep.engine.measure.disk import direct_rates
 from superstep.engine.measure.launch_cost import launch_s
 from superstep.engine.measure.probe_collectives import COLLECTIVES, measure_collectives
 from superstep.engine.measure.probe_kernels import TimingOptions, measure_operations
@@ -53,7 +55,8 @@ def measure_here(
     mesh = run.plan.mesh
     degrees = {mesh.tp, mesh.cp, mesh.ep, mesh.pp, mesh.data, mesh.shards("dense")}
     rates = measure_collectives(world, degrees, timing, _collectives_of(run)) if world.size > 1 else ()
-    return measure_cluster(world.device, world.size, dtype, launch_s(own_time), (products, copies, rates))
+    here = measure_cluster(world.device, world.size, dtype, launch_s(own_time), (products, copies, rates))
+    return _with_disk(here, run, world.size)
 
 
 def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations]) -> MeasuredMachine:
@@ -62,7 +65,17 @@ def measure(run: Resolved, device: Device, operations: Sequence[UnitOperations])
     timing = with_kernels_of(run, TimingOptions(device=device))
     with _threads(1 if run.plan.mesh.world > 1 else torch.get_num_threads()):
         products, copies = measure_operations(distinct(operations), dtype, timing)
-        return measure_cluster(device, run.plan.mesh.world, dtype, launch_s(timing), (products, copies, ()))
+        here = measure_cluster(device, run.plan.mesh.world, dtype, launch_s(timing), (products, copies, ()))
+    return _with_disk(here, run, 1)
+
+
+def _with_disk(machine: MeasuredMachine, run: Resolved, ranks: int) -> MeasuredMachine:
+    """The same with the rates of the disk, where activations lie there; ``ranks`` measure it at the same time."""
+    if "disk" not in run.plan.activations:
+        return machine
+    read, write = direct_rates(Path(run.config.state.dir))
+    cluster = replace(machine.cluster, disk_read_bytes_per_s=ranks * read, disk_write_bytes_per_s=ranks * write)
+    return replace(machine, cluster=cluster)
 
 
 def with_kernels_of(run: Resolved, timing: TimingOptions) -> TimingOptions:

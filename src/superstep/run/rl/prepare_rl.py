@@ -11,7 +11,7 @@ from superstep.comm.device import Device, choose
 from superstep.plan.config_io import write_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.console import Console
-from superstep.run.disk_check import require_disk
+from superstep.run.disk_check import require_activation_disk, require_disk
 from superstep.run.launch_rules import OWN, Launcher, check_launch
 from superstep.run.memory_check import require_fit
 from superstep.run.reports.plan_line import plan_text
@@ -62,6 +62,7 @@ def prepare_rl_job(
     here = launcher.local_ranks or trainers + samplers
     if choose(choice.config.plan.device, launcher.ranks_here(here)) == "cpu":
         require_fit(choice, Device("cpu"), operations(choice), ranks=min(here, trainers))
+    require_activation_disk(choice, operations(choice), folder.root, trainers)
     with locked_folder(choice, folder, store, console.say) as is_fetched:
         if is_fetched:
             checkpoint = newest(folder.checkpoints, verify)
