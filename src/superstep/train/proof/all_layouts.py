@@ -102,6 +102,8 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
         replicas=2 if can_replicate and way.zero and number % 2 else 1,
         ep=_experts(config, mesh, number),
         rules=_rules(config, number) if mesh.tp > 1 else config.plan.rules,
+        activations=config.plan.activations,
+        reload_ahead=config.plan.reload_ahead,
     )
     return _uneven(config, plan) if number % 5 == 4 else plan
 
