@@ -119,9 +119,7 @@ class Optimizer:
             everything: list[float] = sum_over(numbers, self._world).tolist()
             require_exact_loss(everything[0])
             return from_square_sum(summed[:3]), everything, [bool(flag) for flag in summed[4:]]
-        square = torch.zeros((), dtype=torch.float64, device=numbers.device)
-        for part in parts:
-            square += _square(part)
+        square = _square_sum(parts, numbers.device)
         for buffers in sparse:
             square += _row_square(buffers)
         flag_numbers = send(torch.tensor(flags, dtype=torch.float64), numbers.device)
@@ -239,10 +237,10 @@ def _lists(tensors: Sequence[tuple[Tensor, ...]]) -> Parts:
     return params, grads, moments
 
 
-def _square(values: Tensor) -> Tensor:
-    """The squared norm: fp32 within rows, which are short enough for that, and fp64 over them."""
-    whole = values.numel() // _ROW * _ROW
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1)
-    rest = torch.linalg.vector_norm(values[whole:])
-    total: Tensor = rows.double().square().sum() + rest.double().square()
-    return total
+def _square_sum(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The squared norm of all parts: fp32 within rows, which are short enough for that, and fp64 over them."""
+    whole = [part.numel() // _ROW * _ROW for part in parts]
+    norms = [torch.zeros(1, device=device)]
+    norms += [torch.linalg.vector_norm(p[:n].view(-1, _ROW), dim=1) for p, n in zip(parts, whole, strict=True) if n]
+    norms += [torch.linalg.vector_norm(p[n:]).view(1) for p, n in zip(parts, whole, strict=True) if n < p.numel()]
+    return torch.cat(norms).double().square().sum()

@@ -17,6 +17,7 @@ and its running ones stay as they are. One that ``[freeze]`` names normalises by
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,7 +90,7 @@ class BatchNorm(nn.Module):
                 "it a group that divides plan.microbatch."
             )
         parts = [self._normalise(part, scale, shift) for part in x.split(self.group)]
-        out = torch.cat([part for part, _, _ in parts])
+        out = parts[0][0] if len(parts) == 1 else torch.cat([part for part, _, _ in parts])
         sums = [self._merge(each, place) for each in zip(*(statistics for _, *statistics in parts), strict=True)]
         return _WithStatistics.apply(out, self.running_mean, self.running_var, *sums)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -107,7 +108,7 @@ class BatchNorm(nn.Module):
         last = place.samples // self.group - 1
         first = place.sample // self.group
         shares = [self.momentum * (1 - self.momentum) ** (last - first - k) for k in range(len(differences))]
-        return torch.stack([x * share for x, share in zip(differences, shares, strict=True)]).sum(0)
+        return functools.reduce(torch.add, (x * share for x, share in zip(differences, shares, strict=True)))
 
 
 class _WithStatistics(torch.autograd.Function):
