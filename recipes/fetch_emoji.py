@@ -3,7 +3,8 @@
     npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0 emoji-datasource-facebook@16.0.0
     python recipes/fetch_emoji.py FOLDER_OF_PACKAGES runs/emoji
 
-Each file has the same emoji in the same order, uint8 [1860, 4, 64, 64]: red, green, blue, opacity.
+Each file has the same emoji in the same order, uint8 [1860, 4, 64, 64]: red, green, blue, opacity. ``categories.idx``
+has the number of each one's category, uint8 [1860], in the order of their names: activities, animals, ...
 """
 
 import hashlib
@@ -27,8 +28,8 @@ PACKAGES = {
 """SHA-256 of each maker's package."""
 
 
-def read_emoji(package: Path, maker: str) -> tuple[list[str], torch.Tensor]:
-    """The files' names of the emoji that all makers drew, in order, and one maker's pictures of them."""
+def read_emoji(package: Path, maker: str) -> tuple[list[tuple[str, str]], torch.Tensor]:
+    """The emoji that all makers drew, in order, by file and category, and one maker's pictures of them."""
     files: dict[str, bytes] = {}
     folder = f"package/img/{maker}/64/"
     with tarfile.open(package) as archive:
@@ -38,13 +39,14 @@ def read_emoji(package: Path, maker: str) -> tuple[list[str], torch.Tensor]:
             elif member.name.startswith(folder):
                 files[member.name.removeprefix(folder)] = archive.extractfile(member).read()
     table = [each for each in table if all(each[f"has_img_{name}"] for name in PACKAGES)]
-    names = [each["image"] for each in sorted(table, key=lambda each: each["sort_order"])]
-    pictures = [np.array(Image.open(io.BytesIO(files[name])).convert("RGBA").resize((64, 64))) for name in names]
-    return names, torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
+    table.sort(key=lambda each: each["sort_order"])
+    emoji = [(each["image"], each["category"]) for each in table]
+    pictures = [np.array(Image.open(io.BytesIO(files[name])).convert("RGBA").resize((64, 64))) for name, _ in emoji]
+    return emoji, torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).contiguous()
 
 
 def main(packages: Path, folder: Path) -> None:
-    """Write a file for each maker."""
+    """Write a file for each maker, and the categories."""
     folder.mkdir(parents=True, exist_ok=True)
     orders = set()
     for maker, wanted in PACKAGES.items():
@@ -52,12 +54,14 @@ def main(packages: Path, folder: Path) -> None:
         found = hashlib.sha256(package.read_bytes()).hexdigest()
         if found != wanted:
             sys.exit(f"{package} has the SHA-256 {found}, not {wanted}: it is another file.")
-        names, pictures = read_emoji(package, maker)
-        orders.add(tuple(names))
+        emoji, pictures = read_emoji(package, maker)
+        orders.add(tuple(emoji))
         write_idx(folder / f"{maker}.idx", pictures)
-        sys.stdout.write(f"{len(names):,} emoji in {folder}/{maker}.idx\n")
+        sys.stdout.write(f"{len(emoji):,} emoji in {folder}/{maker}.idx\n")
     if len(orders) > 1:
         sys.exit("the packages list other emoji: they are not of one version.")
+    names = sorted({category for _, category in emoji})
+    write_idx(folder / "categories.idx", torch.tensor([names.index(each) for _, each in emoji], dtype=torch.uint8))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """ResNet (He 2016) with batch norm, and the emoji that it names, learnt from two makers' pictures, judged by a third's.
 
-`python recipes/fetch_emoji.py` writes the pictures. In training the first unit blends two makers' pictures, and turns,
-scales, moves and colours them on a random background, by noise of a place: the same on every layout.
+`python recipes/fetch_emoji.py` writes the pictures. The first unit cuts each to what is drawn, as makers leave other
+margins; in training it turns, scales, moves and colours by noise of a place. The last of four channels is opacity.
 `model.layers` is the depth in table 1 of the paper; from 50 on pictures are scaled to 224 pixels, the paper's size.
 """
 
@@ -25,8 +25,8 @@ from superstep.plan.config import RunConfig
 FOLDER = Path("runs/emoji")
 MAKERS = {"train": ("google", "twitter"), "validation": ("facebook",)}
 GROUP = 128  # samples that are normalised together
+# Blocks of each stage, by the depth; bottlenecks from 50 on.
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-"""Blocks of each stage, by the depth; bottlenecks from 50 on."""
 
 
 @functools.cache
@@ -37,42 +37,40 @@ def pictures(split: str) -> Tensor:
 
 def length(split: str) -> int:
     """The number of pictures in a split. Superstep calls this."""
-    return pictures(split).shape[0] * pictures(split).shape[1]
+    return pictures(split)[:, :, 0, 0, 0].numel()
 
 
 def sample(split: str, index: int, noise: np.random.Generator) -> dict[str, Tensor]:
-    """A picture and another maker's of the same emoji: pixels [2, 4, 64, 64], and its number. Superstep calls this."""
-    makers = pictures(split)
-    maker, emoji = divmod(index, makers.shape[1])
-    return {"pixels": torch.stack((makers[maker, emoji], makers[maker - 1, emoji])), "target": torch.tensor(emoji)}
+    """One picture: pixels [4, 64, 64], and its number. Superstep calls this."""
+    maker, emoji = divmod(index, pictures(split).shape[1])
+    return {"pixels": pictures(split)[maker, emoji], "target": torch.tensor(emoji)}
 
 
-class Distort(nn.Module):
-    """Pairs of pictures [B, 2, 4, 64, 64] to pixels from -1 to 1, [B, 3, size, size], in training distorted."""
+def frame(is_drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what is drawn, [B, N, N], the middle [B, 2] on axes from -1 to 1, and the share of the longer side [B, 1]."""
+    lines = torch.stack((is_drawn.any(1), is_drawn.any(2)), 1).float()
+    first, after = lines.argmax(2), lines.shape[2] - lines.flip(2).argmax(2)
+    return (first + after) / lines.shape[2] - 1, ((after - first) / lines.shape[2]).amax(1, keepdim=True)
 
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
 
-    def forward(self, pairs: Tensor, noise: Noise) -> Tensor:
-        rgba = pairs.float() / 255
-        first, second = torch.cat((rgba[:, :, :3] * rgba[:, :, 3:], rgba[:, :, 3:]), 2).unbind(1)
-        if not noise.place.is_training:
-            x = F.interpolate(first, (self.size, self.size), mode="bilinear")  # of the same size: itself
-            return (x[:, :3] + 1 - x[:, 3:]) * 2 - 1
-        draws = noise.uniform("places", first.new_empty(len(first), 11))
-        share, angle, wide, high, right, down, contrast, light, *ground = draws.split(1, 1)
-        x = first + (2 * share.view(-1, 1, 1, 1) - 1).clamp(0) * (second - first)  # half of them are blends
-        turn, wide, high = (2 * angle - 1) * math.radians(15), 0.8 + 0.4 * wide, 0.8 + 0.4 * high
-        rows = (wide * turn.cos(), -high * turn.sin(), 0.4 * right - 0.2)
-        rows += (wide * turn.sin(), high * turn.cos(), 0.4 * down - 0.2)
-        grid = F.affine_grid(torch.cat(rows, 1).view(-1, 2, 3), [len(x), 4, self.size, self.size], align_corners=False)
-        rgb, opacity = F.grid_sample(x, grid, align_corners=False).split((3, 1), 1)
-        mix = torch.eye(3, device=x.device) + 0.15 * noise.normal("colours", first.new_empty(len(first), 3, 3))
-        contrast, light = (0.7 + 0.6 * contrast).view(-1, 1, 1, 1), (0.35 + 0.3 * light).view(-1, 1, 1, 1)
-        colours = (mix @ (rgb - 0.5 * opacity).flatten(2)).view_as(rgb) * contrast + light * opacity
-        ground = 0.5 + torch.stack(ground, 1)[..., None] / 2
-        return (torch.minimum(colours.clamp(0), opacity) + ground * (1 - opacity)) * 2 - 1
+def distort(pixels: Tensor, noise: Noise, size: int) -> Tensor:
+    """Pictures [B, 4, 64, 64] to colours times opacity, and opacity, from -1 to 1, [B, 4, size, size]."""
+    rgb, opacity = (pixels.float() / 255).split((3, 1), 1)
+    x = torch.cat((rgb * opacity, opacity), 1)
+    draws, mix = x.new_full((len(x), 7), 0.5), torch.eye(3, device=x.device)
+    if noise.place.is_training:
+        draws, colours = noise.uniform("places", draws), noise.normal("colours", x.new_empty(len(x), 3, 3))
+        mix = mix + 0.15 * colours
+    turn, scales, moves, contrast, light = (2 * draws - 1).split((1, 2, 2, 1, 1), 1)
+    middle, side = frame(x[:, 3] > 0.1)
+    turn = math.radians(8) * turn
+    turned = torch.cat((turn.cos(), -turn.sin(), turn.sin(), turn.cos()), 1).view(-1, 2, 2)
+    columns = turned * (side * (1 + 0.1 * scales))[:, None], (middle + 0.1 * side * moves)[..., None]
+    grid = F.affine_grid(torch.cat(columns, 2), [len(x), 4, size, size], align_corners=False)
+    rgb, opacity = F.grid_sample(x, grid, align_corners=False).split((3, 1), 1)
+    contrast, light = (1 + 0.3 * contrast).view(-1, 1, 1, 1), (0.5 + 0.15 * light).view(-1, 1, 1, 1)
+    colours = (mix @ (rgb - 0.5 * opacity).flatten(2)).view_as(rgb) * contrast + light * opacity
+    return torch.cat((torch.minimum(colours.clamp(0), opacity), opacity), 1) * 2 - 1
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Sequential:
@@ -85,9 +83,10 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Seq
 class Stem(nn.Sequential):
     """The distortion, and the layers before the first block."""
 
-    def forward(self, pairs: Tensor, noise: Noise) -> Tensor:
-        distort, first, *others = self
-        return nn.Sequential(first, *others)(distort(pairs, noise).to(first[0].weight.dtype))
+    size = 64
+
+    def forward(self, pixels: Tensor, noise: Noise) -> Tensor:
+        return super().forward(distort(pixels, noise, self.size).to(self[0][0].weight.dtype))
 
 
 class Block(nn.Module):
@@ -111,8 +110,8 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     """The first convolution, the blocks, and the classes. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
     depth, width, blocks = config.model.layers or 18, 64, []
-    factor, size = (1, 64) if depth < 50 else (4, 224)
-    stem = Stem(Distort(size), convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
+    stem = Stem(convolution(4, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, padding=1))
+    factor, stem.size = (1, 64) if depth < 50 else (4, 224)
     for stage, count in enumerate(BLOCKS[depth]):
         strides = [min(2, stage + 1)] + [1] * (count - 1)
         blocks += [Block(width, 64 << stage, width := factor * 64 << stage, stride) for stride in strides]

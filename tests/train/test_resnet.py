@@ -1,5 +1,6 @@
 """The recipe of ResNet: its models, its distorted pictures, and the script that takes emoji out of packages."""
 
+import functools
 import hashlib
 import io
 import json
@@ -35,14 +36,17 @@ def build(depth):
 
 
 def test_the_models_have_the_parameters_of_the_paper(here):
-    """11,689,512 and 44,549,160 for 1,000 classes, as every implementation of table 1 has them; here for others."""
+    """11,689,512 and 44,549,160 for 1,000 classes, as every implementation of table 1 has them; here for others, and
+    for a fourth channel, opacity.
+    """
+    fourth = 64 * 7 * 7
     (*modules, head), numel = build(18)
-    assert numel == 11_689_512 + 513 * (COUNT - 1000)
-    x = modules[0](torch.zeros(2, 2, 4, 64, 64), Noise(EVALUATION))
+    assert numel == 11_689_512 + fourth + 513 * (COUNT - 1000)
+    x = modules[0](torch.zeros(2, 4, 64, 64), Noise(EVALUATION))
     sizes = [tuple((x := block(x)).shape[1:]) for block in modules[1:]]
     assert sizes[1::2] == [(64, 16, 16), (128, 8, 8), (256, 4, 4), (512, 2, 2)]
     assert head(x).shape == (2, COUNT)
-    assert build(101)[1] == 44_549_160 + 2049 * (COUNT - 1000)
+    assert build(101)[1] == 44_549_160 + fourth + 2049 * (COUNT - 1000)
 
 
 def test_pictures_of_two_makers_are_distorted_by_their_place_and_the_third_makers_are_not(here):
@@ -50,20 +54,32 @@ def test_pictures_of_two_makers_are_distorted_by_their_place_and_the_third_maker
     assert (resnet.length("train"), resnet.length("validation")) == (2 * COUNT, COUNT)
     of_twitter = resnet.sample("train", COUNT + 5, noise_of(0, "train", 0, 0))
     assert int(of_twitter["target"]) == 5
-    google, twitter = (read_idx(f"runs/emoji/{maker}.idx")[5] for maker in ("google", "twitter"))
-    assert torch.equal(of_twitter["pixels"], torch.stack((twitter, google)))
-    pairs, distort = of_twitter["pixels"].expand(4, -1, -1, -1, -1), resnet.Distort(64)
+    assert torch.equal(of_twitter["pixels"], read_idx("runs/emoji/twitter.idx")[5])
+    pixels, distort = of_twitter["pixels"].expand(4, -1, -1, -1), functools.partial(resnet.distort, size=64)
 
-    def drawn(step, first=0, rows=pairs):
+    def drawn(step, first=0, rows=pixels):
         return distort(rows, Noise(SamplePlace(step=step, sample=first, samples=4, is_training=True)))
 
     assert torch.equal(drawn(0), drawn(0))
     assert not torch.equal(drawn(0), drawn(1))
-    torch.testing.assert_close(drawn(0)[2:], drawn(0, 2, pairs[2:]))
+    torch.testing.assert_close(drawn(0)[2:], drawn(0, 2, pixels[2:]))
     held_out = resnet.sample("validation", 5, noise_of(0, "validation", 0, 5))["pixels"]
-    rgba = read_idx("runs/emoji/facebook.idx")[5].float() / 255
-    pixels = distort(held_out[None], Noise(EVALUATION))[0]
-    torch.testing.assert_close(pixels, torch.where(rgba[3:] > 0, rgba[:3], 1.0) * 2 - 1)
+    assert torch.equal(held_out, read_idx("runs/emoji/facebook.idx")[5])
+
+
+def test_a_picture_is_cut_to_what_is_drawn_wherever_its_maker_puts_it():
+    """A block of 16 x 16 fills the net's input: its four colours are the input's quarters."""
+    distort = functools.partial(load_recipe("resnet").distort, size=64)
+    picture = torch.zeros(2, 4, 64, 64, dtype=torch.uint8)
+    block = torch.tensor([[0, 255], [100, 200]], dtype=torch.uint8).repeat_interleave(8, 0).repeat_interleave(8, 1)
+    for number, (top, left) in enumerate(((0, 48), (21, 7))):
+        picture[number, :, top : top + 16, left : left + 16] = block
+        picture[number, 3, top : top + 16, left : left + 16] = 255
+    pixels = distort(picture, Noise(EVALUATION))
+    torch.testing.assert_close(pixels[0], pixels[1])
+    middles = pixels[0, 0, 16::32, 16::32]
+    torch.testing.assert_close(middles, torch.tensor([[0, 255], [100, 200]]) / 255 * 2 - 1)
+    assert torch.equal(pixels[:, 3, 8:-8, 8:-8], torch.ones(2, 48, 48))
 
 
 def test_smoothed_targets_have_the_loss_of_the_paper_and_an_accuracy():
@@ -98,8 +114,9 @@ def test_the_recipe_learns_and_its_layout_is_proven_bit_by_bit(here, capfd):
 
 def package(path, maker, pictures):
     table = [
-        {"image": name, "sort_order": order, "has_img_google": True, "has_img_twitter": is_drawn, "has_img_facebook": 1}
-        for order, (name, is_drawn) in enumerate({"b.png": 1, "a.png": 1, "c.png": 0}.items())
+        {"image": f"{name}.png", "sort_order": order, "category": category}
+        | {"has_img_google": True, "has_img_twitter": name != "c", "has_img_facebook": 1}
+        for order, (name, category) in enumerate({"b": "Symbols", "a": "Flags", "c": "Activities"}.items())
     ]
     files = {"package/emoji.json": json.dumps(table).encode()}
     for name, colour in pictures.items():
@@ -130,3 +147,4 @@ def test_emoji_that_all_makers_drew_come_out_of_packages_in_order(tmp_path, monk
         pixels = read_idx(tmp_path / "out" / f"{maker}.idx")
         assert pixels.shape == (2, 4, 64, 64)
         assert pixels[:, :, 0, 0].tolist() == [[nth, 9, 0, 128], [nth, 0, 0, 255]]
+    assert read_idx(tmp_path / "out" / "categories.idx").tolist() == [1, 0]
