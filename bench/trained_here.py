@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 
+from bench.sample_batches import read_batches, read_held_out
 from superstep.comm.mesh import build_mesh
 from superstep.data.batch import Batch
-from superstep.data.prefetch import Prefetcher
-from superstep.data.samples.source import Source, open_source, stream_of
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of
 from superstep.launch.ranks import World
@@ -61,9 +59,10 @@ def train_here(
     """
     run = resolve_config(replace(config, plan=PlanConfig(dp=1, device=world.device.kind)))
     mesh = build_mesh(run.plan, world.rank, world.device, timeout=timedelta(minutes=5))
-    engine, source = Engine(run, units_of(run), mesh), open_source(Path(str(config.data.source)))
+    engine, rows = Engine(run, units_of(run), mesh), slice(0, config.train.batch_sequences)
+    held_out = read_held_out(run, rows) if judge is None else []
     train, losses, started_s = config.train, [], 0.0
-    for step, batch in enumerate(read_batches(run, source)):
+    for step, batch in enumerate(read_batches(run, rows)):
         if step >= train.steps:
             break
         if seconds is not None and step in (WARM, WARM + TIMED):
@@ -74,7 +73,7 @@ def train_here(
         parts = microbatches_of(batch, run.plan, mesh)
         engine.train_step(parts, valid_tokens=batch.valid_tokens, lr=rate(train, step))
         if (step + 1) * validations // train.steps > step * validations // train.steps:
-            losses.append(validate(engine, run, source) if judge is None else judge(copy_model(engine, run)))
+            losses.append(validate(engine, held_out) if judge is None else judge(copy_model(engine, run)))
     model = copy_model(engine, run)
     mesh.destroy()
     return TrainedModel(model, losses, train.steps)
@@ -83,10 +82,15 @@ def train_here(
 def copy_model(engine: Engine, run: Resolved) -> UnitGraph:
     """The whole model as it is now, of an engine of one rank."""
     model = UnitGraph(units_of(run), run.config.train.seed).to(engine.mesh.device.torch)
-    with torch.no_grad():
-        for piece in engine.pieces(("weight",)):
-            model.parts[piece.name][1].copy_(piece.values.view(piece.shape))
+    copy_weights(engine, model)
     return model
+
+
+@torch.no_grad()
+def copy_weights(engine: Engine, model: UnitGraph) -> None:
+    """Give a model the weights of an engine of one rank."""
+    for piece in engine.pieces(("weight",)):
+        model.parts[piece.name][1].copy_(piece.values.view(piece.shape))
 
 
 def fit_steps(train: TrainConfig, seconds: float, step_s: float) -> TrainConfig:
@@ -95,17 +99,7 @@ def fit_steps(train: TrainConfig, seconds: float, step_s: float) -> TrainConfig:
     return replace(train, steps=steps, warmup_steps=min(train.warmup_steps, steps // 8))
 
 
-def read_batches(run: Resolved, source: Source) -> Iterator[Batch]:
-    """The batches of training, without an end."""
-    stream, rows = stream_of(run.config, source, "train"), slice(0, run.config.train.batch_sequences)
-    with Prefetcher(stream, start_sample=0, rows=rows, depth=run.config.data.prefetch_steps) as prefetcher:
-        yield from (batch for batch, _ in prefetcher)
-
-
-def validate(engine: Engine, run: Resolved, source: Source) -> float:
-    """The mean loss over the whole batches of the validation, as many as the recipe reads."""
-    size, stream = run.config.train.batch_sequences, stream_of(run.config, source, "validation")
-    count = max(1, min(run.config.train.eval_batches, stream.sequences // size))
-    batches = [stream.batch(number * size, slice(0, size)) for number in range(count)]
-    scores = [engine.score(microbatches_of(batch, run.plan, engine.mesh)) for batch in batches]
-    return sum(score.loss for score in scores) / sum(batch.valid_tokens for batch in batches)
+def validate(engine: Engine, held_out: Sequence[Batch]) -> float:
+    """The mean loss over the batches of the validation."""
+    scores = [engine.score(microbatches_of(batch, engine.run.plan, engine.mesh)) for batch in held_out]
+    return sum(score.loss for score in scores) / sum(batch.valid_tokens for batch in held_out)

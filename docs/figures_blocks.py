@@ -45,6 +45,11 @@ FIGURES: dict[str, Figure] = {
         "bench.vision --steps 1500",
         "2026-11-27",
     ),
+    "vision_engine.json": Figure(
+        "LeNet-5 compared with DDP in turns, eager and compiled, on a machine with 14 tasks a core beside it",
+        "bench.vision --steps 0 --turns 12 --compiled",
+        "2026-11-28",
+    ),
     "gan.json": Figure(
         "digits drawn by a GAN, as a trained LeNet-5 sees them, three seeds",
         "bench.gan runs/gan0 runs/gan1 runs/gan2 runs/lenet --out bench/results/gan.json",
