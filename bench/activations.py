@@ -6,7 +6,7 @@ for each side on a seed of its own. As in the paper pixels are those of the file
 deviation of 0.01, and nothing regularises the networks.
 
     python recipes/fetch_emoji.py FOLDER_OF_PACKAGES runs/emoji
-    python -m bench.activations [--seeds 3] [--epochs 40] [--rate-epochs 12]
+    python -m bench.activations [--seeds 3] [--epochs 40] [--rate-epochs 16]
 
 Writes the figures, and the curves of each seed as a picture.
 """
@@ -41,7 +41,7 @@ from superstep.plan.resolution.resolve import resolve
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 MAKER, SIZE, BATCH = "google", 32, 30
 WANTED_ERROR = 0.25
-RATES = (0.003, 0.01, 0.03)
+RATES = (0.003, 0.01, 0.03, 0.1)
 FIRST_STD = 0.01
 SEED_OF_RATES = 100
 
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--emoji", type=Path, default=Path("runs/emoji"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=40, help="at most, of a run")
-    parser.add_argument("--rate-epochs", type=int, default=12, help="at most, of a run that tries a learning rate")
+    parser.add_argument("--rate-epochs", type=int, default=16, help="at most, of a run that tries a learning rate")
     parser.add_argument("--out", type=Path, default=Path("bench/results/activations.json"))
     parser.add_argument("--picture", type=Path, default=Path("docs/pictures/relu-tanh.svg"))
     options = parser.parse_args()
