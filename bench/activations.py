@@ -41,7 +41,7 @@ from superstep.plan.resolution.resolve import resolve
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
 MAKER, SIZE, BATCH = "google", 32, 30
 WANTED_ERROR = 0.25
-RATES = (0.003, 0.01, 0.03, 0.1)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3)
 FIRST_STD = 0.01
 SEED_OF_RATES = 100
 

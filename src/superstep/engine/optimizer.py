@@ -204,7 +204,7 @@ def _take_touched(buffers: UnitBuffers) -> Tensor:
 def _row_square(buffers: UnitBuffers) -> Tensor:
     """The squared norm of the touched rows' gradients."""
     rows, grads, is_packed = buffers.list_touched()
-    return _square(grads.view(-1)) if is_packed else square_rows(grads, rows)
+    return _square_sum([grads.view(-1)], grads.device) if is_packed else square_rows(grads, rows)
 
 
 def _add_statistics(units: Sequence[OwnedRanges]) -> None:
