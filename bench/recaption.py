@@ -2,10 +2,13 @@
 
     python -m bench.recaption [--seeds 3] [--jobs 7 --device cuda --compute bf16] [--out bench/results/recaption.json]
 
-1. recipes/captioner.toml learns full and short captions from 2,000 pictures, and writes both for all 8,000.
+A seed takes about five minutes of one core. What lies in ``--folder`` is not made again, and the results are written
+after each seed: the same command with more seeds goes on.
+
+1. recipes/captioner.toml learns full and short captions from 2,000 pictures, and writes both for all 4,000.
 2. recipes/flow.toml is trained on these pictures with each kind of text: alt texts alone, of which half are short and
    half belong to another picture; short captions; full captions. Of every blend the rest are alt texts.
-3. Each model draws 512 full captions that are held out. A classifier looks at the four quarters of each picture: the
+3. Each model draws 768 full captions that are held out. A classifier looks at the four quarters of each picture: the
    score is the share of things that are at the place that was asked for, in that colour and shape.
 
 Intervals are 1.96 standard errors of the mean over all pictures and seeds. The grid of pictures beside the results has
@@ -47,7 +50,7 @@ KINDS = {
     "full 95%": ("full", 0.95),
 }
 """The caption of each kind, and its share; the rest are alt texts."""
-STEPS, ROWS, CAPTIONER_SHARE = 24, 10, 0.2
+STEPS, ROWS, CAPTIONER_SHARE = 12, 10, 0.2
 """Steps of drawing, rows of the grid, and the captioner's share of the time."""
 SAMPLES = '''"""The samples of recipes/flow.py with other captions."""
 
@@ -117,6 +120,8 @@ def write_captions(model: UnitGraph, pixels: Tensor, style: int, recipes: Recipe
             tokens = torch.cat([first_tokens(first), written], 1).to(device)
             fields |= {"tokens": tokens, "positions": asked["positions"].expand(len(part), -1, -1).to(device)}
             written = torch.cat([written, model(fields)[:, -1].argmax(-1, keepdim=True).cpu()], 1)
+            if (written == 0).any(1).all():
+                break
         rows = [row[: row.index(0)] if 0 in row else row for row in written.tolist()]
         texts += [" ".join(words[word] for word in row if word < len(words)) for row in rows]
     return texts
@@ -168,17 +173,15 @@ def train_judge(scenes: ModuleType, device: str, steps: int, count: int) -> nn.M
 @torch.no_grad()
 def draw(model: UnitGraph, texts: Sequence[str], flow: ModuleType, device: str, steps: int) -> Tensor:
     """A picture for each caption, [B, 3, 32, 32]: Euler's steps from the same noise for every model."""
-    _, read, *blocks, predict = model.units
+    _, read, *others = model.units
     words = torch.stack([flow.fill_caption(text) for text in texts]).to(device)
     pixels = torch.randn(len(texts), 3, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    nothing = torch.zeros(len(texts), flow.PATCHES, flow.NUMBERS, device=device)
-    for number in range(steps):
-        time = torch.full((len(texts), flow.PATCHES, 1), 1 - number / steps, device=device)
-        mixed = torch.cat([flow.cut(pixels), nothing, time], -1)
-        x = read(mixed, words)
-        for block in blocks:
-            x = block(x)
-        pixels = pixels - predict(x, mixed) / steps
+    for left in range(steps, 0, -1):
+        time = torch.full((len(texts), flow.PATCHES, 1), left / steps, device=device)
+        x = read(torch.cat([flow.cut(pixels), time], -1), words)
+        for unit in others:
+            x = unit(x)
+        pixels = pixels + (x - pixels) / left
     return pixels.clamp(-1, 1)
 
 
@@ -214,8 +217,10 @@ def wait_for(path: Path) -> Any:
     return torch.load(path)
 
 
-def recaption(world: World, options: argparse.Namespace) -> dict[str, float]:
-    """Write both captions and the alt text of each picture into a file; returns the share without a wrong word."""
+def recaption(world: World, options: argparse.Namespace) -> None:
+    """Write both captions and the alt text of each picture into a file, with the share without a wrong word."""
+    if (options.folder / "texts").exists():
+        return
     recipes = read_recipes()
     scenes, count, device = recipes.scenes, recipes.flow.SCENES["train"], str(world.device.torch)
     model = train(world, "captioner", options, seed=0, share=CAPTIONER_SHARE)
@@ -226,26 +231,30 @@ def recaption(world: World, options: argparse.Namespace) -> dict[str, float]:
         name: sum(texts[name][n] == make(scenes.scene("train", n)) for n in range(learned, count)) / (count - learned)
         for name, make in styles.items()
     }
-    texts["alt"] = [scenes.alt_text("train", number, count) for number in range(count)]
-    leave(options.folder / "texts", texts)
     print("captions without a wrong word:", right, flush=True)
-    return right
+    texts["alt"] = [scenes.alt_text("train", number, count) for number in range(count)]
+    leave(options.folder / "texts", (texts, right))
 
 
-def draw_kind(world: World, options: argparse.Namespace, kind: str) -> None:
-    """Train on one kind of text, and leave what the models of all seeds draw: uint8 [B, 3, 32, 32] each."""
-    recipes, texts = read_recipes(), wait_for(options.folder / "texts")
+def name_drawn(options: argparse.Namespace, kind: str, seed: int) -> Path:
+    """The file of what a model draws."""
+    return Path(options.folder, f"{kind.replace(' ', '_').rstrip('%')}-{seed}")
+
+
+def draw_kind(world: World, options: argparse.Namespace, kind: str, seed: int) -> None:
+    """Train on one kind of text, and leave what the model draws: uint8 [B, 3, 32, 32]."""
+    path = name_drawn(options, kind, seed)
+    if path.exists():
+        return
+    recipes, (texts, _) = read_recipes(), wait_for(options.folder / "texts")
     caption, share = KINDS[kind]
-    data = options.folder / f"{kind.replace(' ', '_').rstrip('%')}.py"
+    data = path.with_suffix(".py")
     data.write_text(SAMPLES.format(share=share), encoding="utf-8")
     data.with_suffix(".json").write_text(json.dumps([texts[caption], texts["alt"]]), encoding="utf-8")
     captions = [recipes.scenes.full_caption(recipes.scenes.scene("validation", n)) for n in range(options.asked)]
-    drawn = []
-    for seed in range(options.seeds):
-        model = train(world, "flow", options, seed=seed, share=1 / (options.seeds - seed), data=data)
-        pixels = draw(model, captions, recipes.flow, str(world.device.torch), STEPS)
-        drawn.append(((pixels + 1) * 127.5).round().to(torch.uint8).cpu())
-    leave(options.folder / kind, drawn)
+    model = train(world, "flow", options, seed=seed, share=1 / (options.seeds - seed), data=data)
+    pixels = draw(model, captions, recipes.flow, str(world.device.torch), STEPS)
+    leave(path, ((pixels + 1) * 127.5).round().to(torch.uint8).cpu())
 
 
 def draw_grid(columns: Sequence[Tensor]) -> Tensor:
@@ -255,20 +264,21 @@ def draw_grid(columns: Sequence[Tensor]) -> Tensor:
     return grid.repeat_interleave(2, 1).repeat_interleave(2, 2)
 
 
-def judge_drawn(world: World, options: argparse.Namespace) -> dict[str, object]:
-    """The score of each kind, and of the pictures that were asked for."""
+def judge_drawn(world: World, options: argparse.Namespace, seeds: int) -> None:
+    """Write the score of each kind over the first seeds, and of the pictures that were asked for."""
     scenes, device = read_recipes().scenes, str(world.device.torch)
+    _, right = wait_for(options.folder / "texts")
+    drawn = {kind: [wait_for(name_drawn(options, kind, seed)) for seed in range(seeds)] for kind in options.kinds}
     judge = train_judge(scenes, device, options.judge_steps, 4000)
     classes = torch.tensor([list_classes(scenes.scene("validation", n), scenes) for n in range(options.asked)])
     asked = torch.stack([scenes.picture("validation", number) for number in range(options.asked)])
-    drawn = {kind: wait_for(options.folder / kind) for kind in options.kinds}
     rows: dict[str, object] = {}
     for kind, pictures in (drawn | {"pictures asked for": [asked]}).items():
         scores = [score(judge, scenes.to_pixels(each).to(device), classes.to(device)) for each in pictures]
         rows[kind] = interval(torch.cat(scores)) | {"seeds": [round(float(each.mean()), 4) for each in scores]}
         print(kind, rows[kind], flush=True)
     write_png(options.out.with_suffix(".png"), draw_grid([*(each[0][:ROWS] for each in drawn.values()), asked[:ROWS]]))
-    return rows
+    write_result(options.out, captions_right=right, asked=options.asked, kinds=rows)
 
 
 def main() -> None:
@@ -280,25 +290,27 @@ def main() -> None:
         default=1,
         help="ranks at once: the captioner, a rank for each kind of text, and the classifier",
     )
-    parser.add_argument("--folder", type=Path, default=Path("runs/recaption"), help="for texts and samples; made anew")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/recaption"), help="for texts, samples and what is drawn"
+    )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
     parser.add_argument("--steps", type=int, default=None, help="of each run; the recipe's by default")
     parser.add_argument("--until", type=float, default=None, help="the second (Unix time) at which training ends")
     parser.add_argument("--compute", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--judge-steps", type=int, default=1500)
-    parser.add_argument("--asked", type=int, default=512, help="held-out captions that each model draws")
+    parser.add_argument("--judge-steps", type=int, default=300)
+    parser.add_argument("--asked", type=int, default=768, help="held-out captions that each model draws")
     parser.add_argument("--out", type=Path, default=Path("bench/results/recaption.json"))
     options = parser.parse_args()
-    options.folder.mkdir(parents=True)
+    options.folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         start = partial(pool.submit, launch_apart, options.device, 1)
-        right = start(recaption, options)
-        parts = [start(draw_kind, options, kind) for kind in options.kinds]
-        rows = start(judge_drawn, options)
-        for part in (right, *parts):
+        parts = [start(recaption, options)]
+        for seed in range(options.seeds):
+            parts += [start(draw_kind, options, kind, seed) for kind in options.kinds]
+            parts.append(start(judge_drawn, options, seed + 1))
+        for part in parts:
             part.result()
-        write_result(options.out, captions_right=right.result(), asked=options.asked, kinds=rows.result())
 
 
 if __name__ == "__main__":

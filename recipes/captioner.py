@@ -22,7 +22,7 @@ from superstep.plan.user_file import run_file
 scenes = run_file(Path(__file__).with_name("drawn_scenes.py"), "drawn_scenes")
 SCENES = {"train": 2000, "validation": 200}
 STYLES = {"full": scenes.full_caption, "short": scenes.short_caption}
-PATCH, MERGE = 4, 2
+PATCH, MERGE = 8, 2
 PATCHES = (scenes.SIDE // PATCH) ** 2
 SEEN = PATCHES // MERGE**2
 """Tokens of a picture."""
@@ -77,15 +77,15 @@ def ask(picture: Tensor, style: int, words: Tensor) -> dict[str, Tensor]:
 
 def shape(config: RunConfig) -> VisionLanguageShape:
     """The sizes of encoder and decoder."""
-    width, layers, heads = config.model.width or 128, config.model.layers or 3, config.model.heads or 4
+    width, layers, heads = config.model.width or 96, config.model.layers or 3, config.model.heads or 3
     vision = VisionShape(
         layers=2, width=width, heads=heads, ffn=2 * width, patch=PATCH, frames=1, merge=MERGE,
-        side=scenes.SIDE // PATCH, outputs=width,
+        side=scenes.SIDE // PATCH, outputs=width, init_std=0.1,
     )  # fmt: skip
     decoder = ModelShape(
         family="qwen3", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads,
         ffn=3 * width, vocab=VOCAB, tied=True, qk_norm=True, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
-        max_tokens=CAPACITY["tokens"],
+        max_tokens=CAPACITY["tokens"], init_std=0.1,
     )  # fmt: skip
     pairs = width // heads // 2
     return VisionLanguageShape(

@@ -72,14 +72,13 @@ def number_words(text: str) -> list[int]:
 
 
 def draw_scene(of: Scene, seed: int) -> Tensor:
-    """Its picture, uint8 [3, 32, 32]; things are up to a pixel beside the middle of their quarter, and of two sizes."""
+    """Its picture, uint8 [3, 32, 32]; things are of two sizes, each in the middle of its quarter."""
     draw = np.random.default_rng([seed])
     picture = np.empty((SIDE, SIDE, 3), np.uint8)
     picture[:] = GROUNDS[of.ground]
     rows, columns = np.mgrid[:SIDE, :SIDE] + 0.5
     for place, colour, shape in of.things:
-        down = rows - HALF - 2 * HALF * (place // 2) - draw.integers(-1, 2)
-        right = columns - HALF - 2 * HALF * (place % 2) - draw.integers(-1, 2)
+        down, right = rows - HALF - 2 * HALF * (place // 2), columns - HALF - 2 * HALF * (place % 2)
         size, away, near = draw.integers(5, 7), np.hypot(down, right), np.maximum(abs(down), abs(right))
         masks = {
             "circle": away <= size,

@@ -1,9 +1,8 @@
 """From a caption to a picture of 32 x 32 pixels: a transformer that is trained by rectified flow (Liu 2022).
 
-The model sees a picture mixed with noise, (1 - t) · pixels + t · noise, and the words of its caption, all in one
-sequence. It predicts noise - pixels, the direction in which the mixture moves as t grows. Noise and t belong to the
-seed, the step and the sample, so that every layout draws the same. The pictures are those of recipes/drawn_scenes.py.
-B samples, L words, P patches, S = L + P, D width.
+The model sees a picture of recipes/drawn_scenes.py mixed with noise, (1 - t) · pixels + t · noise, and the words of its
+caption. It predicts the pixels (Li 2025), from which (mixture - pixels) / t is the direction as t grows. Noise and t
+belong to the seed, the step and the sample. B samples, L words, P patches, S = L + P, D width.
 """
 
 import math
@@ -27,9 +26,9 @@ from superstep.plan.model.shape import ModelShape
 from superstep.plan.user_file import run_file
 
 scenes = run_file(Path(__file__).with_name("drawn_scenes.py"), "drawn_scenes")
-SCENES = {"train": 8000, "validation": 512}
+SCENES = {"train": 4000, "validation": 1024}
 INPUT, LONGEST = "pixels", scenes.LONGEST
-PATCH, PATCHES, NUMBERS = 4, (scenes.SIDE // 4) ** 2, 3 * 4**2
+PATCH, PATCHES, NUMBERS = 8, (scenes.SIDE // 8) ** 2, 3 * 8**2
 """Pixels of a patch's side, patches of a picture, and numbers of a patch."""
 
 
@@ -52,26 +51,26 @@ def fill_caption(caption: str) -> Tensor:
 
 
 def cut(pixels: Tensor) -> Tensor:
-    """A picture's patches: [B, 3, 32, 32] to [B, P, 48]."""
+    """A picture's patches: [B, 3, 32, 32] to [B, P, 192]."""
     return F.pixel_unshuffle(pixels, PATCH).flatten(2).mT
 
 
 class Mix(nn.Module):
-    """Pictures and noise: of each patch the mixture, the noise, and t, [B, P, 97]."""
+    """Pictures and noise: of each patch the mixture and t, [B, P, 193]."""
 
     def forward(self, pixels: Tensor, *, noise: Noise) -> Tensor:
         drawn = noise.normal("noise", pixels).to(pixels.dtype)
         time = noise.uniform("time", pixels[:, :1, :1, :1]).to(pixels.dtype)
-        mixed = (1 - time) * pixels + time * drawn
-        return torch.cat([cut(mixed), cut(drawn), time.view(-1, 1, 1).expand(-1, PATCHES, 1)], -1)
+        return torch.cat([cut((1 - time) * pixels + time * drawn), time.view(-1, 1, 1).expand(-1, PATCHES, 1)], -1)
 
 
 class Read(nn.Module):
-    """Words and patches in one sequence, each with its position, and with t as sinusoids."""
+    """Words, each with those beside it, and patches in one sequence, with their positions, and with t as sinusoids."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.words, self.patches = nn.Embedding(len(scenes.WORDS), width), nn.Linear(NUMBERS, width)
+        self.beside = nn.Conv1d(width, width, 5, padding=2)
         self.times = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.positions = nn.Parameter(torch.randn(LONGEST + PATCHES, width) * 0.5)
         self.register_buffer("rates", torch.exp(-math.log(1000) * torch.arange(width // 2) / (width // 2)) * 100)
@@ -79,8 +78,9 @@ class Read(nn.Module):
     def forward(self, mixed_BPX: Tensor, words_BL: Tensor) -> Tensor:
         angles = mixed_BPX[:, :1, -1:].float() * self.rates
         time = self.times(torch.cat([angles.sin(), angles.cos()], -1).to(mixed_BPX.dtype))
-        both_BSD = torch.cat([self.words(words_BL), self.patches(mixed_BPX[..., :NUMBERS])], 1)
-        return both_BSD + self.positions + time
+        words_BLD, patches_BPD = self.words(words_BL), self.patches(mixed_BPX[..., :NUMBERS])
+        words_BLD = words_BLD + self.beside(words_BLD.mT).mT
+        return torch.cat([words_BLD, patches_BPD], 1) + self.positions + time
 
 
 class See(Block):
@@ -92,21 +92,21 @@ class See(Block):
 
 
 class Predict(nn.Module):
-    """The predicted direction minus the noise, [B, 3, 32, 32]: minus the pixels, where the prediction is right."""
+    """The pixels, [B, 3, 32, 32]."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.out = RMSNorm(width, 1e-5), nn.Linear(width, NUMBERS)
 
-    def forward(self, x_BSD: Tensor, mixed_BPX: Tensor) -> Tensor:
-        away_BPX = self.out(self.norm(x_BSD[:, LONGEST:])) - mixed_BPX[..., NUMBERS : 2 * NUMBERS]
-        return F.pixel_shuffle(away_BPX.mT.unflatten(-1, (scenes.SIDE // PATCH, -1)), PATCH)
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        pixels_BPX = self.out(self.norm(x_BSD[:, LONGEST:]))
+        return F.pixel_shuffle(pixels_BPX.mT.unflatten(-1, (scenes.SIDE // PATCH, -1)), PATCH)
 
 
 def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     """What mixes, what reads, the blocks, what predicts. Superstep calls this."""
     torch.manual_seed(config.train.seed)  # every rank starts with the same values
-    width, layers, heads = config.model.width or 192, config.model.layers or 4, config.model.heads or 3
+    width, layers, heads = config.model.width or 96, config.model.layers or 3, config.model.heads or 3
     shape = ModelShape(
         family="llama", layers=layers, width=width, heads=heads, kv_heads=heads, head_dim=width // heads, ffn=3 * width,
         vocab=len(scenes.WORDS), tied=False, qk_norm=True, norm_eps=1e-5, rope_theta=1e4, rope_scaling=None,
@@ -114,7 +114,7 @@ def units(config: RunConfig) -> tuple[UnitSpec, ...]:
     )  # fmt: skip
     return as_units(
         [Mix(), Read(width), *(See(shape, Rope(shape)) for _ in range(layers)), Predict(width)],
-        inputs={0: ["pixels"], 1: [0, "words"], layers + 2: [layers + 1, 0]},
+        inputs={0: ["pixels"], 1: [0, "words"]},
         takes={0: ["noise"]},
-        loss=lambda output, targets: (output.float() + targets).square().sum(),
+        loss=lambda output, targets: (output.float() - targets).square().sum(),
     )

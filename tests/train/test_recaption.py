@@ -71,25 +71,32 @@ def test_the_captioner_learns_the_words_of_the_caption_alone():
         assert sample["tokens"][recipe.SEEN + 1 :].tolist() == learned[:-1]
 
 
-def test_the_flow_predicts_the_noise_minus_the_pixels():
-    """Where the last unit's product is 0, the loss is that of the direction itself."""
+def test_the_flow_predicts_the_pixels_from_their_mixture_with_noise():
+    """Where the last unit's product is 0, the loss is that of the pixels themselves."""
     recipe = load_recipe("flow")
     units = recipe.units(SMALL)
     model = UnitGraph(units, seed=0)
-    torch.nn.init.zeros_(model.units[-1].out.weight)
-    torch.nn.init.zeros_(model.units[-1].out.bias)
     fields = [recipe.sample("validation", n, np.random.default_rng(0)) for n in range(3)]
     pixels, words = (torch.stack([each[name] for each in fields]) for name in ("pixels", "words"))
+    mixed = model.units[0](pixels, noise=mock.Mock(normal=lambda n, x: x * 0 + 1, uniform=lambda n, x: x * 0 + 0.25))
+    torch.testing.assert_close(mixed[..., :192], recipe.cut(0.75 * pixels + 0.25))
+    assert mixed[..., 192].unique().tolist() == [0.25]
     place = SamplePlace(seed=1, step=2, sample=4, is_training=True)
     output = model({"pixels": pixels, "words": words}, place=place)
-    mixed = model.units[0](pixels, noise=mock.Mock(normal=lambda n, x: -output, uniform=lambda n, x: x * 0 + 0.25))
-    torch.testing.assert_close(mixed[..., :48], recipe.cut(0.75 * pixels - 0.25 * output))
-    loss = units[-1].loss(output, pixels) / pixels.numel()
-    assert float(loss) == pytest.approx(float((output + pixels).square().mean()))
-    assert float(output.std()) == pytest.approx(1, abs=0.05)
-    moved = replace(place, sample=5)
-    again = model({"pixels": pixels, "words": words}, place=moved)
-    torch.testing.assert_close(again[:2], output[1:])  # noise belongs to the sample, not to its row
+    again = model({"pixels": pixels, "words": words}, place=replace(place, sample=5))
+    assert not torch.equal(again, output)
+    torch.nn.init.zeros_(model.units[-1].out.weight)
+    torch.nn.init.zeros_(model.units[-1].out.bias)
+    loss = units[-1].loss(model({"pixels": pixels, "words": words}, place=place), pixels)
+    assert float(loss.detach()) == pytest.approx(float(pixels.square().sum()))
+
+
+def test_noise_belongs_to_the_sample_and_not_to_its_row():
+    mix = UnitGraph(load_recipe("flow").units(SMALL)[:1], seed=0)
+    pixels, place = torch.zeros(3, 3, 32, 32), SamplePlace(seed=1, step=2, sample=4, is_training=True)
+    first, second = (mix({"pixels": pixels}, place=replace(place, sample=sample)) for sample in (4, 5))
+    torch.testing.assert_close(second[:2], first[1:])
+    assert not torch.equal(first[0], first[1])
 
 
 def _noise_faults(rank, world, run, is_planted):
