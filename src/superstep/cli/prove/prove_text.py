@@ -22,7 +22,7 @@ def verdict_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str]:
     for worst in verdict.worst:
         if worst.against != against:
             against = worst.against
-            yield f"  beside {against} in bf16"
+            yield f"  beside {against} in {case.run.config.numerics.compute}"
         yield _row(worst, wide)
     yield f"  {'rerun':12}{HELD[again.is_rerun_same]}"
     yield f"  {'restart':12}{HELD[again.is_restart_same]}"

@@ -42,7 +42,7 @@ class ProofCase:
         train: the run's own section.
         batches: one for each step, with ignored targets.
         folder: of the reference's files.
-        one_rank: of the files of one rank of the engine in bf16; None in fp32.
+        one_rank: of the files of one rank of the engine in the same format; None in fp32.
         corpus: the folder of token files.
         reruns: whether it runs again, through the training loop and a restart.
         validation: the reference's loss on the held-out text, with the initial weights.
@@ -114,7 +114,7 @@ class Cases:
         return plain.batches(size, max(1, min(train.eval_batches, plain.count // size)))
 
     def _one_rank(self, run: Resolved, batches: tuple[Batch, ...], beside: Path) -> Path | None:
-        """In bf16: the engine's results on one rank, at the same microbatch."""
+        """But in fp32: the engine's results on one rank, at the same microbatch."""
         if run.config.numerics.compute == "fp32":
             return None
         folder = beside / f"one rank, microbatch={run.plan.microbatch}"
@@ -147,7 +147,8 @@ def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str
         "holds them, with one process in fp32"
     )
     if case.one_rank is not None and has_same_roundings(case.run):
-        yield "the same with one rank of the engine in bf16, which rounds alike: only the order of sums differs"
+        compute = case.run.config.numerics.compute
+        yield f"the same with one rank of the engine in {compute}, which rounds alike: only the order of sums differs"
     counts = [int((row != IGNORE).sum()) for batch in case.batches for row in batch.targets_BS]
     row = "sequence" if case.run.samples is None else "row of samples" if case.run.samples.capacities else "sample"
     yield f"the divisor: a {row} has {min(counts)} to {max(counts)} valid targets, so ranks differ"
@@ -183,14 +184,15 @@ def write_compared_lines(case: ProofCase, verdict: ProofVerdict) -> Iterator[str
 
 def unseen(case: ProofCase) -> Iterator[str]:
     """What the verdict does not cover, one line each."""
-    allowed = reference_yardstick(case.run, case.folder).allowed
+    allowed, compute = reference_yardstick(case.run, case.folder).allowed, case.run.config.numerics.compute
     below = f"differences below {allowed.gradient:.0e} of a gradient, {allowed.update:.0e} of an update"
     if case.one_rank is None:
         yield below
     elif has_same_roundings(case.run):
-        yield f"{below}, in mistakes that one rank in bf16 makes too: only the fp32 reference shows them"
+        yield f"{below}, in mistakes that one rank in {compute} makes too: only the fp32 reference shows them"
     else:
-        yield f"{below}. That is much: tp, cp and ep round otherwise in bf16; also prove it in fp32, or with --exact"
+        others = "in fp32" if compute == "fp16" else "in fp32, or with --exact"
+        yield f"{below}. That is much: tp, cp and ep round otherwise in {compute}; also prove it {others}"
     yield f"effects that begin after step {len(case.batches)} (--steps), or need larger sizes than these"
     if not case.reruns or len(case.batches) < 2:
         left_out = "the second run, the restart, the stream, validation and the sampler: not run"

@@ -128,7 +128,7 @@ def prove(  # noqa: PLR0913
         run: the resolved run.
         batches: one for each step.
         folder: the folder of ``write_reference``.
-        one_rank: in bf16, the folder of ``write_one_rank``.
+        one_rank: but in fp32, the folder of ``write_one_rank``.
         reruns: run a second time, which must give the same bits.
         specs: the units of a model that the run's configuration does not name.
         corpus: the token files of the batches. With them the second run uses the training loop and its own stream, and
