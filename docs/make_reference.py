@@ -33,8 +33,7 @@ from superstep.observe.drawing.timeline import draw_text
 from superstep.observe.page.bubble import FORMULAS
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.config_io import section_of, table_entry
-from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, only
-from superstep.plan.model.sizes import mla_models
+from superstep.plan.model.hf_families import ARCHITECTURES, HARMLESS, HARMLESS_IN, PRICED_TYPE, only
 from superstep.plan.model.sizes.named_sizes import SHAPES
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.program.compile import compile_step
@@ -171,7 +170,7 @@ def configuration() -> str:
         "## A Hugging Face config.json",
         "`model.name` may be the path of a `config.json` of one of these types. A key that the file leaves out has "
         "the default of transformers. A file is refused if only some of its blocks have experts. `superstep plan` "
-        f"prices files of the type `{mla_models.KIND}`, but Superstep cannot train them yet. Models "
+        f"prices files of the type `{PRICED_TYPE}`, but Superstep cannot train them yet. Models "
         "with layers of a state space, of recurrences or of convolutions alone can be neither "
         "priced nor trained; their files are refused by name.",
         table(("model_type", "models", "in addition to Llama"), _FAMILIES),
@@ -235,7 +234,7 @@ _FAMILIES = [
     ("`granite`", "Granite 3", "factors for embedding, scores, residual stream and logits"),
     (
         "`deepseek_v3`",
-        "DeepSeek-V3, and Kimi K2, whose file says `kimi_k2`",
+        "DeepSeek-V3, Moonlight, and Kimi K2, whose file says `kimi_k2`",
         "latent attention; experts by sigmoid scores in groups, balanced by a bias; shared experts; dense first "
         "layers; FP8 is read",
     ),

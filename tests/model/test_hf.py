@@ -147,6 +147,7 @@ SHAPES_BY_NAME |= {
         rope_scaling=replace(YARN, attention_factor=1.0, score_scale=1.0),
         moe=replace(DEEPSEEK.moe, shared_experts=1, renormalise=False, groups=1, groups_per_token=1),
     ),
+    "deepseek-v3-wide-queries": replace(DEEPSEEK, latent=replace(DEEPSEEK.latent, query_rank=None)),
     "gpt-oss-plain": replace(GPT_OSS, rope_scaling=None, window=None, full_layers=(), tied=True),
 }
 SHAPE = pytest.mark.parametrize("shape", SHAPES_BY_NAME.values(), ids=SHAPES_BY_NAME)

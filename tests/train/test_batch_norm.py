@@ -22,11 +22,13 @@ from superstep.errors import ConfigError
 from superstep.launch.ranks import World
 from superstep.model.by_place.batch_norm import BatchNorm
 from superstep.model.custom.inspect import outline_of
-from superstep.model.custom.sample_groups import require_whole_groups
+from superstep.model.custom.sample_groups import list_groups, require_whole_groups
 from superstep.model.custom.units_from_modules import as_units
+from superstep.model.custom.user_model import load_units
 from superstep.model.unit import UnitGraph
 from superstep.numerics.noise import SamplePlace
-from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.config import ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
 
@@ -208,6 +210,39 @@ def test_a_group_that_is_cut_is_refused_where_it_is_computed():
     for rows_, sample in ((3, 0), (2, 1)):
         with pytest.raises(ConfigError, match="give it a group that divides"):
             norm(torch.randn(rows_, 3), SamplePlace(sample=sample, samples=6, is_training=True))
+
+
+FILE = """
+from torch import nn
+from superstep.model.by_place.batch_norm import BatchNorm
+from superstep.model.custom.units_from_modules import as_units
+
+def units(config):
+    return as_units([nn.Linear(4, 4), {norm}, nn.Linear(4, 2)])
+"""
+
+
+def _configured(tmp_path, norm, group):
+    path = tmp_path / "own.py"
+    path.write_text(FILE.replace("{norm}", norm), encoding="utf-8")
+    return RunConfig(model=ModelConfig(source=str(path), norm_group=group))
+
+
+def test_the_configuration_sets_the_group_of_every_batch_norm(tmp_path):
+    for group, wanted in ((None, 8), (2, 2)):
+        specs = load_units(_configured(tmp_path, "BatchNorm(4, 8)", group))
+        assert [each for _, each in list_groups(specs)] == [wanted]
+    with pytest.raises(ConfigError, match=r"plan\.microbatch = 3 does not hold them whole.* or model\.norm_group to a"):
+        require_whole_groups(specs, replace(run := run_of(), plan=replace(run.plan, microbatch=3)), "the file")
+
+
+def test_a_group_without_a_batch_norm_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.norm_group = 2 with model\.source = .*: no unit has a batch norm"):
+        load_units(_configured(tmp_path, "nn.ReLU()", 2))
+    with pytest.raises(ConfigError, match=r"model\.norm_group = 2 with model\.name = 'demo': the decoder has no batch"):
+        resolve(RunConfig(model=ModelConfig(norm_group=2)))
+    with pytest.raises(ConfigError, match=r"model\.norm_group = 0 must be at least 1"):
+        check_ranges(_configured(tmp_path, "BatchNorm(4, 8)", 0))
 
 
 def test_torchs_batch_norm_is_refused_with_ours():

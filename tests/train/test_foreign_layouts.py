@@ -67,6 +67,7 @@ OF = {
         "delta": replace(DELTA, is_grouped=True),
     },
 }
+OF["deepseek_v3, wide queries"] = OF["deepseek_v3"] | {"latent": Latent(query_rank=None, key_rank=20, rotated=8)}
 LINEAR = ("qwen3_5_text", "qwen3_next")
 OF["gpt_oss, full"] = OF["gpt_oss"] | {"window": None, "full_layers": ()}
 FAMILIES = ("olmo2", "olmo3", "gemma2", "gemma3_text", "granite", "gpt_oss", "deepseek_v3")
@@ -94,6 +95,9 @@ LAYOUTS = [
     ("deepseek_v3", {"dp": 2, "ep": 2}),
     ("deepseek_v3", {"tp": 2, "ep": 2, "recompute": "selective"}),
     ("deepseek_v3", {"cp": 2}),
+    ("deepseek_v3, wide queries", {"dp": 2, "zero": 3, "recompute": "selective"}),
+    ("deepseek_v3, wide queries", {"tp": 2, "recompute": "full"}),
+    ("deepseek_v3, wide queries", {"tp": 2, "sequence_parallel": False}),
     ("gpt_oss", {"tp": 2, "ep": 2, "recompute": "selective"}),
     ("gpt_oss", {"cp": 2}),
     ("gpt_oss, full", {"cp": 2}),
@@ -159,7 +163,7 @@ def _prove_exact(rank, world, runs, folder):
     return verdicts
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", *FAMILIES, *LINEAR])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "deepseek_v3, wide queries", *FAMILIES, *LINEAR])
 def test_a_foreign_model_has_the_same_bits_on_every_layout(kind, pool, tmp_path):
     folder = tmp_path / "bits"
     folder.mkdir()

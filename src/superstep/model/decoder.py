@@ -169,9 +169,13 @@ class LatentAttention(nn.Module):
         assert shape.latent is not None
         self.latent, self.rope, self.rule, self.head_dim = shape.latent, rope, shape.rule(layer), shape.head_dim
         latent, wide = shape.latent, shape.heads * shape.head_dim
-        self.q_a_proj = nn.Linear(shape.width, latent.query_rank, bias=False)
-        self.q_a_layernorm = RMSNorm(latent.query_rank, LATENT_EPS)
-        self.q_b_proj = nn.Linear(latent.query_rank, wide + shape.heads * latent.rotated, bias=False)
+        queries = wide + shape.heads * latent.rotated
+        if latent.query_rank is None:
+            self.q_proj = nn.Linear(shape.width, queries, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(shape.width, latent.query_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(latent.query_rank, LATENT_EPS)
+            self.q_b_proj = nn.Linear(latent.query_rank, queries, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(shape.width, latent.key_rank + latent.rotated, bias=False)
         self.kv_a_layernorm = RMSNorm(latent.key_rank, LATENT_EPS)
         self.kv_b_proj = nn.Linear(latent.key_rank, 2 * wide, bias=False)
@@ -182,7 +186,11 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BSD: Tensor, *, attend: Attend | None = None, positions: Tensor | None = None) -> Tensor:
         H, R = self.head_dim, self.latent.rotated
-        q_BSNX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD))).unflatten(-1, (-1, H + R))
+        if self.latent.query_rank is None:
+            queries = self.q_proj(x_BSD)
+        else:
+            queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSD)))
+        q_BSNX = queries.unflatten(-1, (-1, H + R))
         narrow, key = self.kv_a_proj_with_mqa(x_BSD).split((self.latent.key_rank, R), -1)
         k_BSNH, v_BSNH = self.kv_b_proj(self.kv_a_layernorm(narrow)).unflatten(-1, (-1, 2 * H)).split(H, -1)
         key_BSNR = self.share(self._rotate(key.unsqueeze(2), positions), k_BSNH)

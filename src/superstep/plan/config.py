@@ -76,6 +76,10 @@ class ModelConfig:
     """
     dropout: float = 0.0
     """In training, the share of the outputs of attention and feed-forward that is dropped in each block."""
+    norm_group: int | None = None
+    """Consecutive samples of the global batch that each batch norm of a model of your own normalises together; none
+    takes the group of its file.
+    """
     experts: int | None = None
     """Experts in each block (E), instead of its one feed-forward."""
     experts_per_token: int | None = None

@@ -126,10 +126,10 @@ def _projections(
     """Products before and after attention; latent attention goes through two narrow widths."""
     flops, wide = rates.product_flops_per_s, heads * model.head_dim
     plain = linear_s(tokens, (heads + 2 * kv_heads) * model.head_dim, model.width, flops, rates)
-    queries, keys = np.maximum(model.query_rank, 1.0), np.maximum(model.key_rank, 1.0)
+    keys = np.maximum(model.key_rank, 1.0)
     latent = [
-        linear_s(tokens, queries + keys + ROTATED, model.width, flops, rates),
-        linear_s(tokens, 1.5 * wide, queries, flops, rates),
+        linear_s(tokens, model.query_rank + keys + ROTATED, model.width, flops, rates),
+        linear_s(tokens, 1.5 * wide, model.query_inputs, flops, rates),
         linear_s(tokens, 2 * wide, keys, flops, rates),
     ]
     has_latent = model.key_rank > 0

@@ -92,6 +92,11 @@ class DecoderNumbers:
         return np.where(self.key_rank > 0, float(ROTATED), 0.0)
 
     @property
+    def query_inputs(self) -> Array:
+        """Inputs of the queries of latent attention: the narrow width, or the stream's."""
+        return np.where(self.query_rank > 0, self.query_rank, self.width)
+
+    @property
     def attention_parameters(self) -> Array:
         """Matrices of one attention, in the mean of layers: queries, keys, values, output; their biases, and sinks."""
         plain = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
@@ -102,7 +107,7 @@ class DecoderNumbers:
         plain = plain + self.output_gates * self.width * wide
         plain = (1 - self.linear_layers) * plain + self.linear_layers * self.linear_parameters
         down = self.width * (self.query_rank + self.key_rank + ROTATED)
-        latent = down + 1.5 * self.query_rank * wide + 2 * self.key_rank * wide + wide * self.width
+        latent = down + 1.5 * self.query_inputs * wide + 2 * self.key_rank * wide + wide * self.width
         return np.where(self.key_rank > 0, latent, plain)
 
     @property
@@ -181,7 +186,7 @@ def decoder_of(shape: ModelShape, sequence_tokens: int) -> DecoderNumbers:
         expert_ffn=array(shape.ffn if moe else 0),
         dense_layers=array(shape.dense_layers),
         sequence_tokens=array(sequence_tokens),
-        query_rank=array(latent.query_rank if latent else 0),
+        query_rank=array((latent.query_rank or 0) if latent else 0),
         key_rank=array(latent.key_rank if latent else 0),
         frozen=array(0),
         # A chunk's tokens, and a state that is about as wide, cost what so many keys do.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
 
 from superstep.errors import ConfigError
 from superstep.model.by_place.batch_norm import BatchNorm
@@ -18,6 +22,25 @@ def list_groups(specs: Iterable[UnitSpec]) -> Iterator[tuple[UnitSpec, int]]:
         with on_meta():
             module = spec.build()
         yield from ((spec, layer.group) for layer in module.modules() if isinstance(layer, BatchNorm))
+
+
+def set_groups(specs: Sequence[UnitSpec], group: int, where: str) -> tuple[UnitSpec, ...]:
+    """The units with one number of samples in the group of each batch norm.
+
+    Raises:
+        ConfigError: there is no batch norm.
+    """
+    if not any(True for _ in list_groups(specs)):
+        raise ConfigError(f"model.norm_group = {group} with {where}: no unit has a batch norm; leave it out.")
+    return tuple(replace(spec, build=partial(_build_in_groups, spec.build, group)) for spec in specs)
+
+
+def _build_in_groups(build: Callable[[], nn.Module], group: int) -> nn.Module:
+    module = build()
+    for layer in module.modules():
+        if isinstance(layer, BatchNorm):
+            layer.group = group
+    return module
 
 
 def count_together(specs: Iterable[UnitSpec]) -> int:
@@ -37,7 +60,7 @@ def require_whole_groups(specs: Iterable[UnitSpec], run: Resolved, where: str) -
         if plan.microbatch % group:
             raise ConfigError(
                 f"{at} plan.microbatch = {plan.microbatch} does not hold them whole; set plan.microbatch to a multiple "
-                f"of {group}, or give the batch norm a group that divides {plan.microbatch}."
+                f"of {group}, or model.norm_group to a divisor of {plan.microbatch}."
             )
         if plan.mesh.cp > 1 or plan.sequence_parallel:
             name, mend = ("cp", "1") if plan.mesh.cp > 1 else ("sequence_parallel", "false")

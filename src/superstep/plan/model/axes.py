@@ -52,10 +52,15 @@ OUT_BIAS_AXES: Mapping[str, Axes] = {
 SINK_AXES: Mapping[str, Axes] = {
     "self_attn.sinks.weight": ("sinks",),
 }
-LATENT_AXES: Mapping[str, Axes] = {
+NARROW_QUERY_AXES: Mapping[str, Axes] = {
     "self_attn.q_a_proj.weight": ("query_rank", "embed"),
     "self_attn.q_a_layernorm.weight": ("query_rank",),
     "self_attn.q_b_proj.weight": ("query_heads", "query_rank"),
+}
+WIDE_QUERY_AXES: Mapping[str, Axes] = {
+    "self_attn.q_proj.weight": ("query_heads", "embed"),
+}
+LATENT_AXES: Mapping[str, Axes] = {
     "self_attn.kv_a_proj_with_mqa.weight": ("key_rank_rotated", "embed"),
     "self_attn.kv_a_layernorm.weight": ("key_rank",),
     "self_attn.kv_b_proj.weight": ("key_value_heads", "key_rank"),
@@ -182,7 +187,10 @@ def block_axes(shape: ModelShape) -> dict[str, Axes]:
 def _mixer_axes(shape: ModelShape) -> list[Mapping[str, Axes]]:
     if shape.delta is not None:
         return [GROUPED_DELTA_AXES if shape.delta.is_grouped else DELTA_AXES]
-    tables = [ATTENTION_AXES if shape.latent is None else LATENT_AXES]
+    if shape.latent is None:
+        tables = [ATTENTION_AXES]
+    else:
+        tables = [WIDE_QUERY_AXES if shape.latent.query_rank is None else NARROW_QUERY_AXES, LATENT_AXES]
     if shape.style.output_gate:
         tables.append(QUERY_GATE_AXES)
     if shape.qkv_bias:
@@ -286,7 +294,7 @@ def sizes(shape: ModelShape) -> dict[str, int]:
 
 def _latent_sizes(shape: ModelShape, latent: Latent) -> dict[str, int]:
     return {
-        "query_rank": latent.query_rank,
+        "query_rank": latent.query_rank or 0,
         "key_rank": latent.key_rank,
         "key_rank_rotated": latent.key_rank + latent.rotated,
         "query_heads": shape.heads * (shape.head_dim + latent.rotated),

@@ -34,6 +34,7 @@ from superstep.plan.model.hf_families import (
     HARMLESS_IN,
     MORE_THAN_TEXT,
     OTHER_LAYERS,
+    PRICED_TYPE,
     ModelType,
     only,
 )
@@ -105,7 +106,7 @@ def from_hf_config(path: Path) -> ModelShape:
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"
         raise ConfigError(
             f"{path}: model_type = {model_type!r} {why}; it must be one of {known}, or one that superstep plan alone "
-            "takes: 'deepseek_v2'."
+            f"takes: '{PRICED_TYPE}'."
         )
     kind = kinds[kinds.index(model_type)]
     if _is_readable(raw.get("quantization_config"), kind):

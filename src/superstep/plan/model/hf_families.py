@@ -28,6 +28,9 @@ ModelType = Literal[
     "superstep_bias",
 ]
 
+PRICED_TYPE = "deepseek_v2"
+"""A model type that is priced and not trained."""
+
 ARCHITECTURES: dict[ModelType, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

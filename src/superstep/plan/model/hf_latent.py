@@ -60,7 +60,7 @@ def read_latent_shape(keys: JsonKeys, place: str) -> ModelShape:
         dense_layers=keys.whole("first_k_dense_replace", least=0),
         dense_ffn=keys.whole("intermediate_size"),
         latent=Latent(
-            query_rank=keys.whole("q_lora_rank"),
+            query_rank=None if keys.get("q_lora_rank") is None else keys.whole("q_lora_rank"),
             key_rank=keys.whole("kv_lora_rank"),
             rotated=rotated,
         ),

@@ -79,12 +79,17 @@ ROTATED = 64
 class Latent:
     """Attention with queries and keys through narrow widths (DeepSeek-V2, sec. 2.1); a head has ``head_dim`` numbers
     for values and for the part that is not rotated, and ``rotated`` that are. ``query_rank``, ``key_rank``: the narrow
-    widths.
+    widths; queries may come from the stream itself, with a rank of None (Moonlight).
     """
 
-    query_rank: int
+    query_rank: int | None
     key_rank: int
     rotated: int = ROTATED
+
+    @property
+    def narrow(self) -> int:
+        """Both narrow widths together."""
+        return (self.query_rank or 0) + self.key_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from superstep.plan.resolution.sample_rules import check_samples
 from superstep.plan.skip_and_rollback import batches_left_out, check_rollback
 
 AT_LEAST = {
+    "model.norm_group": 1,
     "data.sequence_tokens": 2,
     "data.prefetch_steps": 1,
     "train.steps": 1,

@@ -60,7 +60,7 @@ def cut_vectors(shape: ModelShape) -> int:
 
 def whole_vectors(shape: ModelShape) -> int:
     """Elements of a block's other norms, and of the biases of its output and its router."""
-    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank
+    narrow = 0 if shape.latent is None else shape.latent.narrow
     heads = 2 * shape.head_dim if shape.qk_norm and not shape.style.wide_qk_norm else 0
     if shape.delta is not None:
         heads = shape.delta.value_dim
@@ -80,7 +80,7 @@ def cut_matrices(shape: ModelShape) -> int:
     if shape.latent is None:
         return D * (queries + 2 * keys) + queries * D + inner
     turned = queries + shape.heads * shape.turned
-    return shape.latent.query_rank * turned + 2 * shape.latent.key_rank * queries + queries * D + inner
+    return (shape.latent.query_rank or D) * turned + 2 * shape.latent.key_rank * queries + queries * D + inner
 
 
 def count_linear(width: int, delta: DeltaShape) -> int:
@@ -91,7 +91,7 @@ def count_linear(width: int, delta: DeltaShape) -> int:
 
 def whole_matrices(shape: ModelShape) -> int:
     """Elements of a block's matrices that no axis cuts: router and shared experts, latent attention's input."""
-    narrow = 0 if shape.latent is None else shape.latent.query_rank + shape.latent.key_rank + shape.turned
+    narrow = 0 if shape.latent is None else shape.latent.narrow + shape.turned
     if shape.moe is None:
         return shape.width * narrow
     gate = 1 if shape.style.shared_gate else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from superstep.plan.model.multimodal.families import find_family, read_multimodal
+from superstep.plan.model.multimodal.families import read_multimodal, write_multimodal
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.hf_files import hf_files
 from superstep.train.weights.lora_base import draw_base, files_of
@@ -29,8 +29,8 @@ def files_beside_corpus(run: Resolved, corpus: Path) -> dict[str, str]:
 
 def _describe_model(run: Resolved) -> dict[str, str]:
     """The ``config.json`` of a family that reads more than text; nothing for a user's model."""
-    family, shape = find_family(run.config.model), read_multimodal(run.config)
-    return {} if family is None else {"config.json": json.dumps(family.write(shape), indent=2) + "\n"}
+    shape = read_multimodal(run.config)
+    return {} if shape is None else {"config.json": json.dumps(write_multimodal(shape), indent=2) + "\n"}
 
 
 def files_beside_start(run: Resolved, start: Path) -> dict[str, str]:

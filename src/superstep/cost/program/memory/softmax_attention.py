@@ -58,8 +58,8 @@ def _latent(d: LocalDims, e: int, run: Resolved) -> int:
     latent = run.shape.latent
     if latent is None:
         return 0
-    narrow = 2 * (latent.query_rank + latent.key_rank) + latent.rotated
-    return d.T * ((4 * latent.rotated + d.H) * d.N + narrow) * e + 2 * d.T * FP32
+    narrow, norms = 2 * latent.narrow + latent.rotated, 1 if latent.query_rank is None else 2
+    return d.T * ((4 * latent.rotated + d.H) * d.N + narrow) * e + norms * d.T * FP32
 
 
 def _bias(d: LocalDims, e: int, run: Resolved) -> int:

@@ -23,15 +23,16 @@ MultimodalShape = VisionLanguageShape | AudioLanguageShape
 
 @dataclass(frozen=True, slots=True)
 class MultimodalFamily:
-    """How a family's ``config.json`` is read and written."""
+    """How a family's ``config.json`` is read, as which shape, and written."""
 
+    shape: type[MultimodalShape]
     read: Callable[[Mapping[str, Any], str], MultimodalShape]
     write: Callable[[Any], dict[str, Any]]
 
 
 FAMILIES = {
-    "qwen2_audio": MultimodalFamily(read_qwen2_audio, write_qwen2_audio),
-    "qwen3_vl": MultimodalFamily(read_qwen3_vl, write_qwen3_vl),
+    "qwen2_audio": MultimodalFamily(AudioLanguageShape, read_qwen2_audio, write_qwen2_audio),
+    "qwen3_vl": MultimodalFamily(VisionLanguageShape, read_qwen3_vl, write_qwen3_vl),
 }
 
 
@@ -41,9 +42,17 @@ def find_family(model: ModelConfig) -> MultimodalFamily | None:
     Raises:
         ConfigError: its config.json cannot be read.
     """
+    found = _read_family(model)
+    return None if found is None else found[0]
+
+
+def _read_family(model: ModelConfig) -> tuple[MultimodalFamily, Mapping[str, Any]] | None:
+    """The family, and the content of its file."""
     if model.source is not None or not model.name.endswith(".json"):
         return None
-    return FAMILIES.get(str(read_json(Path(model.name)).get("model_type")))
+    raw = read_json(Path(model.name))
+    family = FAMILIES.get(str(raw.get("model_type")))
+    return None if family is None else (family, raw)
 
 
 def has_own_units(model: ModelConfig) -> bool:
@@ -57,8 +66,8 @@ def read_multimodal(config: RunConfig) -> MultimodalShape | None:
     Raises:
         ConfigError: its config.json does not fit, the run reads text alone, or another field of [model] is set.
     """
-    model, family = config.model, find_family(config.model)
-    if family is None:
+    model, found = config.model, _read_family(config.model)
+    if found is None:
         return None
     if config.data.source is None:
         raise ConfigError(
@@ -73,4 +82,11 @@ def read_multimodal(config: RunConfig) -> MultimodalShape | None:
                 f"model.{field.name} = {value!r} with model.name = '{model.name}': a model that reads more than text "
                 "has the numbers of its file; change them there, and leave this out."
             )
-    return family.read(read_json(Path(model.name)), f"{model.name}: ")
+    family, raw = found
+    return family.read(raw, f"{model.name}: ")
+
+
+def write_multimodal(shape: MultimodalShape) -> dict[str, Any]:
+    """The ``config.json`` of a shape."""
+    (family,) = (family for family in FAMILIES.values() if isinstance(shape, family.shape))
+    return family.write(shape)

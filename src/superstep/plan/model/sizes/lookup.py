@@ -9,6 +9,7 @@ from superstep.errors import ConfigError, did_you_mean
 from superstep.plan.config import ModelConfig, Router
 from superstep.plan.model.check_shape import check_shape, router_rule
 from superstep.plan.model.hf_config import from_hf_config, model_type, read_json
+from superstep.plan.model.hf_families import PRICED_TYPE
 from superstep.plan.model.shape import ModelShape, MoeShape
 from superstep.plan.model.sizes import mla_models
 from superstep.plan.model.sizes.named_sizes import SHAPES
@@ -39,7 +40,7 @@ def _base(config: ModelConfig) -> ModelShape:
     if config.name.endswith(".json"):
         path = Path(config.name)
         kind = read_json(path).get("model_type")
-        return mla_models.from_latent_config(path) if kind == mla_models.KIND else from_hf_config(path)
+        return mla_models.from_latent_config(path) if kind == PRICED_TYPE else from_hf_config(path)
     raise ConfigError(
         f"model.name = '{config.name}' is neither a named size nor the path of a config.json"
         + did_you_mean(config.name, SHAPES)
@@ -65,6 +66,10 @@ def _change_shape(config: ModelConfig, base: ModelShape) -> ModelShape:
     if "layers" in over and base.full_layers:  # the pattern goes on, with one full layer at least
         full = [layer for layer in range(over["layers"]) if layer % base.layers in base.full_layers]
         over["full_layers"] = tuple(full) or (over["layers"] - 1,)
+    if config.norm_group is not None:
+        raise ConfigError(
+            f"model.norm_group = {config.norm_group} with {config.label}: the decoder has no batch norm; leave it out."
+        )
     shape = replace(base, moe=_mixture(config, base.moe), dropout=config.dropout, mtp_weight=config.mtp_weight, **over)
     check_shape(shape)
     model_type(shape)  # raises ConfigError if no family has such blocks

@@ -8,7 +8,6 @@ from superstep.plan.model.hf_config import plain, read_json
 from superstep.plan.model.json_reader import JsonKeys
 from superstep.plan.model.shape import ROTATED, Latent, ModelShape, dropless
 
-KIND = "deepseek_v2"
 DEFAULTS = {
     "first_k_dense_replace": 3,
     "moe_layer_freq": 1,
