@@ -42,17 +42,16 @@ def find_family(model: ModelConfig) -> MultimodalFamily | None:
     Raises:
         ConfigError: its config.json cannot be read.
     """
-    found = _read_family(model)
-    return None if found is None else found[0]
+    family, _ = _read_family(model)
+    return family
 
 
-def _read_family(model: ModelConfig) -> tuple[MultimodalFamily, Mapping[str, Any]] | None:
+def _read_family(model: ModelConfig) -> tuple[MultimodalFamily | None, Mapping[str, Any]]:
     """The family, and the content of its file."""
     if model.source is not None or not model.name.endswith(".json"):
-        return None
+        return None, {}
     raw = read_json(Path(model.name))
-    family = FAMILIES.get(str(raw.get("model_type")))
-    return None if family is None else (family, raw)
+    return FAMILIES.get(str(raw.get("model_type"))), raw
 
 
 def has_own_units(model: ModelConfig) -> bool:
@@ -66,8 +65,9 @@ def read_multimodal(config: RunConfig) -> MultimodalShape | None:
     Raises:
         ConfigError: its config.json does not fit, the run reads text alone, or another field of [model] is set.
     """
-    model, found = config.model, _read_family(config.model)
-    if found is None:
+    model = config.model
+    family, raw = _read_family(model)
+    if family is None:
         return None
     if config.data.source is None:
         raise ConfigError(
@@ -82,7 +82,6 @@ def read_multimodal(config: RunConfig) -> MultimodalShape | None:
                 f"model.{field.name} = {value!r} with model.name = '{model.name}': a model that reads more than text "
                 "has the numbers of its file; change them there, and leave this out."
             )
-    family, raw = found
     return family.read(raw, f"{model.name}: ")
 
 
