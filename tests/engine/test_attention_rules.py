@@ -14,7 +14,7 @@ from superstep.kernels import attention as kernel
 from superstep.model.decoder import flash
 from superstep.numerics.attention import blockwise_attention
 from superstep.numerics.fixed_point import ACTIVATION
-from superstep.numerics.soft_cap import exact_tanh
+from superstep.numerics.soft_cap import exact_tanh, tanh_for
 from superstep.plan.model.attention_rule import AttentionRule
 
 TOKENS, BATCH, CHUNKS = 300, 2, 4
@@ -124,3 +124,12 @@ def test_bits_of_the_exact_tanh_do_not_depend_on_the_place():
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 1.2, 1000)
     torch.testing.assert_close(exact_tanh(x), x.double().tanh().float(), rtol=2e-6, atol=6e-8)
     assert all(torch.equal(exact_tanh(x[at : at + 1]), exact_tanh(x)[at : at + 1]) for at in range(0, 1000, 7))
+
+
+def test_a_tanh_by_the_sigmoid_is_taken_for_products_in_bf16_alone():
+    x = torch.linspace(-12, 12, 4001)
+    wanted = x.double().tanh()
+    for dtype, most in ((torch.bfloat16, 2e-7), (torch.float32, 1e-7)):
+        tanh = tanh_for(torch.zeros(1, dtype=dtype))
+        assert (tanh(x.clone()).double() - wanted).abs().max() < most
+        assert (tanh is torch.tanh_) == (dtype == torch.float32)

@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from superstep.kernels import cross_entropy as kernel
 from superstep.kernels.product import by_fp32, linear, product_into
 from superstep.numerics.accumulate_product import add_product
-from superstep.numerics.soft_cap import soft_cap, soft_cap_slope_
+from superstep.numerics.soft_cap import soft_cap, soft_cap_slope_, tanh_for
 
 IGNORE = -100
 """The target of a position that does not count: padding, a prompt."""
@@ -125,7 +125,7 @@ def linear_cross_entropy_sum(  # noqa: PLR0913
         return cast(Tensor, loss)
     loss = torch.zeros((), dtype=torch.float32, device=h_TD.device)
     for at in _chunks(len(h_TD), chunk_tokens):
-        lse_C, score_C = rows.sums(linear(h_TD[at], weight_VD), targets_T[at])
+        lse_C, score_C = rows.sums(rows.cap(linear(h_TD[at], weight_VD)), targets_T[at])
         loss += _losses(score_C - lse_C, targets_T, terms, at)[0].sum()
     return loss
 
@@ -166,11 +166,13 @@ class _Rows:
     temperature: float = 1.0
     logit_cap: float | None = None
 
+    def cap(self, logits_CV: Tensor) -> Tensor:
+        """The logits that ``sums`` and ``gradients_`` take: capped, in fp32, if there is a cap."""
+        return logits_CV if self.logit_cap is None else soft_cap(logits_CV.float(), self.logit_cap, tanh_for(logits_CV))
+
     def sums(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
         """Each row's log-sum-exp and target logit, over all ranks: fp32."""
         columns, here_C = self.columns, targets_C - self.columns.first
-        if self.logit_cap is not None:
-            logits_CV = soft_cap(logits_CV.float(), self.logit_cap)
         if self._in_kernel(logits_CV):
             return columns.over_ranks(*kernel.row_sums(logits_CV, here_C, columns.count, self.temperature))
         return columns.over_ranks(*kernel.reference(logits_CV.float(), here_C, columns.count, self.temperature))
@@ -179,9 +181,8 @@ class _Rows:
         """The gradients of the factors' sum with the losses; may overwrite the logits."""
         given = targets_C - self.columns.first, self.columns.count, lse_C, factor_C, self.temperature
         if self.logit_cap is not None:
-            capped_CV = soft_cap(logits_CV.float(), self.logit_cap)
-            gradients_CV = kernel.reference_gradients(capped_CV, *given)
-            return gradients_CV.mul_(soft_cap_slope_(capped_CV, self.logit_cap))
+            gradients_CV = kernel.reference_gradients(logits_CV, *given)
+            return gradients_CV.mul_(soft_cap_slope_(logits_CV, self.logit_cap))
         if self._in_kernel(logits_CV):
             kernel.row_gradients_(logits_CV, *given)
             return logits_CV
@@ -235,7 +236,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             ignored_C1 = (targets_C == IGNORE).unsqueeze(-1)
             # Rows that do not count are cleared before and after, where they are D wide, not V.
             h_CD = h_TD[at].masked_fill(ignored_C1, 0.0)
-            logits_CV = linear(h_CD, weight_VD)
+            logits_CV = rows.cap(linear(h_CD, weight_VD))
             lse_C, score_C = rows.sums(logits_CV, targets_C)
             loss_C, factor_C = _losses(score_C - lse_C, targets_T, terms, at)
             loss += loss_C.sum()
