@@ -60,6 +60,11 @@ FIGURES: dict[str, Figure] = {
         "bench.language runs/audio_language --out bench/results/language.json",
         "2026-11-27",
     ),
+    "transcripts.json": Figure(
+        "transcripts of held-out prompts with their sounds and without, and letters that are wrong",
+        "bench.transcripts",
+        "2026-11-28",
+    ),
     "linear_attention.json": Figure(
         "linear attention over two ranks compared with one, 8,192 tokens",
         "bench.linear_attention --rounds 2",
