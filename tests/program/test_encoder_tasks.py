@@ -90,6 +90,14 @@ def test_gaps_are_filled(schedule, encode):
     assert max(busy) <= 1.1 * sum(busy) / 2
 
 
+def test_a_pass_that_is_longer_than_a_gap_fills_it_too():
+    """Its backward pass takes more than a rank waits at a time."""
+    plan = plan_with_encoder(2, encoder="bubbles", microbatches=8)
+    work = (20, 20, *(10 for units in plan.stages[1:] for _ in units))
+    seconds = PerUnit(units=tuple(UnitSeconds(forward_s=n, backward_s=2 * n) for n in work))
+    assert simulate(compile_step(replace(plan, work=work)), seconds).step_s <= 1.02 * 3 * 8 * sum(work) / 2
+
+
 def test_who_has_less_to_do_encodes_more():
     plan = plan_with_encoder(2, encoder="bubbles", microbatches=8)
     work = tuple(10 if unit in plan.stages[0] else 12 if unit in plan.stages[1] else 6 for unit in range(8))

@@ -68,7 +68,14 @@ def test_ragged_samples_are_proven_without_races(tmp_path, name):
     assert re.search(r"races +none in \d{1,3},\d{3} kernels", done.stdout)
 
 
-@pytest.mark.parametrize("layout", [("--plan.dp", "2", "--plan.zero", "3"), ("--plan.dp", "1", "--plan.pp", "2")])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("--plan.dp", "2", "--plan.zero", "3"),
+        ("--plan.dp", "1", "--plan.pp", "2"),
+        ("--plan.dp", "1", "--plan.pp", "2", "--plan.encoder", "bubbles"),
+    ],
+)
 def test_pictures_in_text_are_proven_without_races(tmp_path, layout):
     file = write_pictures(tmp_path, deepstack=(0,))
     layout = (*layout, *(() if "--plan.zero" in layout else ("--plan.zero", "0")))

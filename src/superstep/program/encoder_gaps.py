@@ -1,12 +1,12 @@
 """The passes of a shared encoder in the gaps of a pipeline (Optimus, Feng 2024), by a simulated clock of its tasks.
 
 The clock runs each rank's tasks in their order, as ``simulate`` runs instructions, with work in the place of seconds
-and without transfers. Where a rank would wait, it encodes, if a whole pass fits: backward passes first, then the next
-microbatch. At the latest it encodes where ``add_encoder`` does; backward passes may come up to 2 · pp microbatches
+and without transfers. Where a rank would wait for at least half of a pass, it encodes: backward passes first, then the
+next microbatch. At the latest it encodes where ``add_encoder`` does; backward passes may come up to 2 · pp microbatches
 later. A rank with less other work encodes more microbatches.
 
     1f1b, pp=2, m=8; E and G are the encoder's forward and backward pass
-    rank 0  E0 F0 F1 E2 E3 E5 B0 F2 E7 B1 F3 B2 F4 B3 F5 G0 B4 F6 B5 F7 B6 G2 G3 B7 G5 G7
+    rank 0  E0 F0 F1 E2 E3 E5 B0 F2 G0 B1 F3 B2 F4 G2 B3 F5 G3 B4 F6 B5 E7 F7 B6 G5 B7 G7
     rank 1  E1 E4 F0 B0 F1 B1 F2 B2 F3 B3 E6 F4 B4 F5 B5 F6 B6 G1 F7 B7 G4 G6
 """
 
@@ -123,7 +123,7 @@ class _Rank:
         gap = ready - self.clock
         for encode in (backward, forward):
             at = None if encode is None else self._ready(encode, ends)
-            if encode and at is not None and at <= self.clock and self.work(encode) <= gap:
+            if encode and at is not None and at <= self.clock and self.work(encode) <= 2 * gap:
                 return encode
         return task
 
