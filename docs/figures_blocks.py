@@ -50,6 +50,11 @@ FIGURES: dict[str, Figure] = {
         "bench.vision --steps 0 --turns 12 --compiled",
         "2026-11-28",
     ),
+    "encoder_placement.json": Figure(
+        "where an encoder of pictures runs, on two pipeline ranks: predicted and measured steps",
+        "bench.encoder_placement --rounds 3",
+        "2026-11-28",
+    ),
     "gan.json": Figure(
         "digits drawn by a GAN, as a trained LeNet-5 sees them, three seeds",
         "bench.gan runs/gan0 runs/gan1 runs/gan2 runs/lenet --out bench/results/gan.json",
