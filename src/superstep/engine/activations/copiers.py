@@ -101,9 +101,10 @@ def open_copiers(run: Resolved, device: Device) -> dict[int, Copier]:
 
 @dataclass(frozen=True, slots=True)
 class StreamCopy:
-    """Copies on a stream of a GPU."""
+    """Copies on a stream of a GPU, to the host or from it."""
 
     event: torch.cuda.Event
+    is_out: bool
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
@@ -143,4 +144,4 @@ class HostCopier:
         with torch.cuda.stream(stream):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-            return StreamCopy(stream.record_event())
+            return StreamCopy(stream.record_event(), is_out=stream is self._out)
