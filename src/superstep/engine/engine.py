@@ -11,7 +11,7 @@ from superstep.comm.mesh import Mesh
 from superstep.engine.exact.machine_check import require_exact
 from superstep.engine.flat.rank_state import RankState
 from superstep.engine.instruction_timer import Recorder
-from superstep.engine.malloc_tuning import keep_what_is_freed
+from superstep.engine.malloc_tuning import keep_what_is_freed, return_what_is_freed
 from superstep.engine.metrics.token_metrics import Score, TokenMetrics, require_divisor
 from superstep.engine.overflow import OVERFLOW, UnitOverflows
 from superstep.engine.phase import EnginePhase, build_phases, merge_results
@@ -69,7 +69,7 @@ class Engine(RankState):
             if run.decoder is None:  # a user's layers compute by torch's own kernels
                 mesh.device.keep_order()
         if mesh.device.kind == "cpu":
-            keep_what_is_freed()
+            (return_what_is_freed if run.plan.offloaded else keep_what_is_freed)()
         super().__init__(run, specs, mesh, learns=learns)
         self.newest_program = self.step_program
         self._temperature = temperature
