@@ -66,7 +66,7 @@ FIGURES: dict[str, Figure] = {
         "2026-11-27",
     ),
     "transcripts.json": Figure(
-        "transcripts of held-out prompts with their sounds and without, and letters that are wrong",
+        "transcripts of held-out prompts with their sounds and without, and letters that are wrong, three seeds",
         "bench.transcripts",
         "2026-11-28",
     ),
