@@ -55,6 +55,9 @@ FIGURES: dict[str, Figure] = {
         "bench.encoder_placement --rounds 3",
         "2026-11-28",
     ),
+    "activations.json": Figure(
+        "ReLU beside tanh: epochs to a training error of 25%, three seeds", "bench.activations", "2026-11-28"
+    ),
     "gan.json": Figure(
         "digits drawn by a GAN, as a trained LeNet-5 sees them, three seeds",
         "bench.gan runs/gan0 runs/gan1 runs/gan2 runs/lenet --out bench/results/gan.json",
