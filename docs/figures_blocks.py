@@ -115,7 +115,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "moe.json": Figure("a mixture of experts compared with a dense model", "bench.moe", "2026-11-21"),
     "tolerance.json": Figure("distances between layouts", "bench.tolerance --dtypes fp32 bf16", "2026-11-21"),
-    "tolerance-fp16.json": Figure("the same in fp16", "bench.tolerance --dtypes fp16", "2026-11-27"),
+    "tolerance-fp16.json": Figure("the same in fp16", "bench.tolerance --dtypes fp16 --json", "2026-11-27"),
     "collectives.json": Figure("collectives in shared memory compared with Gloo", "bench.collectives", "2026-11-22"),
     "collectives-hosts.json": Figure(
         "collectives over hosts compared with Gloo",
