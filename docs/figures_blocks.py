@@ -52,7 +52,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "encoder_placement.json": Figure(
         "where an encoder of pictures runs, on two pipeline ranks: predicted and measured steps",
-        "bench.encoder_placement --rounds 6",
+        "bench.encoder_placement --rounds 3",
         "2026-11-28",
     ),
     "activations.json": Figure(
