@@ -29,7 +29,6 @@ from superstep.plan.config import (
     FreezeConfig,
     NumericsConfig,
     PlanConfig,
-    RollbackConfig,
     RunConfig,
     StateConfig,
     TrainConfig,
@@ -37,6 +36,7 @@ from superstep.plan.config import (
 from superstep.plan.config_io import parse_config
 from superstep.plan.resolution.phase_settings import train_of_phase
 from superstep.plan.resolution.resolve import resolve
+from superstep.plan.rollback import RollbackConfig
 from superstep.plan.trained_parts import PhasesConfig
 from superstep.program.compile import compile_step
 from superstep.program.text import describe, read_program, write_program

@@ -60,8 +60,7 @@ def assemble(
         example: one row of input, or of each field, if it is no row of tokens.
     """
     plan, compute_dtype = run.plan, DTYPES[run.config.numerics.compute]
-    sums = GradientSums()
-    excess = RangeExcess()
+    sums, excess = GradientSums(), RangeExcess()
     exact = _exact(run, specs, mesh, buffers, sums, excess)
     sources = list_sources(specs)
     here = plan.list_units_of(mesh.at.pp)

@@ -11,6 +11,7 @@ from typing import Literal
 
 from superstep.plan.loss_scale import LossScaleConfig
 from superstep.plan.optimizers import OptimizerName
+from superstep.plan.rollback import RollbackConfig
 from superstep.plan.trained_parts import FreezeConfig, PhasesConfig
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "breadth-first", "zb-h1", "zb-v"]
@@ -294,29 +295,6 @@ class LoraConfig:
     """Linears by the ends of their names, as in PEFT (q_proj, v_proj, ...); all-linear means all of the blocks."""
     dropout: float = 0.0
     """In training, the share of an adapter's inputs that is dropped (PEFT's lora_dropout)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RollbackConfig:
-    """Rollback after a step whose loss or gradient norm is not a number, or far above those before it: the step is not
-    taken, and the run goes back. The table turns it on, even if empty; without it a loss that is not a number ends the
-    run.
-    """
-
-    loss_sigmas: float = 6.0
-    """The most standard deviations of a loss above the mean of earlier steps (6 in OLMo-core's `SkipStepOptimizer`)."""
-    norm_sigmas: float = 6.0
-    """The same for the gradient norm before clipping."""
-    window_steps: int = 128
-    """Steps in the mean (128 there); with fewer than half of them, only a value that is not a number counts."""
-    back_steps: int = 100
-    """How far before the step data is left out, and the oldest state to go back to (about 100 in PaLM, Chowdhery 2022,
-    5.1); 0 continues from the state that the step began with.
-    """
-    skip_batches: int = 200
-    """Batches left out from there (200 to 500 in PaLM); 0 trains on the same data again, as after a hardware fault."""
-    repeats: int = 3
-    """How often a run may go back without getting `window_steps` steps beyond the last time; then it ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

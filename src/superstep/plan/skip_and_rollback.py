@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 from superstep.errors import ConfigError
-from superstep.plan.config import RollbackConfig, RunConfig
+from superstep.plan.config import RunConfig
+from superstep.plan.rollback import RollbackConfig
 
 
 def batches_left_out(skip: Iterable[str]) -> dict[int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from superstep.plan.config import RollbackConfig
+from superstep.plan.rollback import RollbackConfig
 from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.train.policy.corruption_check import Corruption
 
