@@ -62,4 +62,4 @@ def test_a_slot_that_is_said_to_be_whole_too_early_is_found_out_each_time(tmp_pa
 def test_a_copy_that_is_cut_off_anywhere_is_not_gone_on_from(tmp_path):
     found = faults_copied.snapshot_points(tmp_path)
     assert found["wrong"] == []
-    assert found["points"] == 18, "eight numbers, three tensors of three units, and that it is whole"
+    assert found["points"] == 19, "nine numbers, three tensors of three units, and that it is whole"
