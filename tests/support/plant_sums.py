@@ -100,8 +100,8 @@ def one_unit_not_reduced(kind):
 def masters_in_bf16():
     inner = Optimizer.step
 
-    def step(self, lr, norm):
-        inner(self, lr, norm)
+    def step(self, lr, norm, *others):
+        inner(self, lr, norm, *others)
         for unit in self._units:
             unit.buffers.master.copy_(unit.buffers.master.bfloat16())
 
@@ -120,8 +120,8 @@ def no_decay():
 def one_shard_not_updated():
     inner = Optimizer.step
 
-    def step(self, lr, norm):
-        inner(self, lr if dist.get_rank() == 0 else 0.0, norm)
+    def step(self, lr, norm, *others):
+        inner(self, lr if dist.get_rank() == 0 else 0.0, norm, *others)
 
     return mock.patch.object(Optimizer, "step", step)
 
@@ -132,8 +132,8 @@ def one_shard_not_updated():
 def clip_by(own):
     inner = Optimizer.step
 
-    def step(self, lr, norm):
-        inner(self, lr, own(self, norm))
+    def step(self, lr, norm, *others):
+        inner(self, lr, own(self, norm), *others)
 
     return mock.patch.object(Optimizer, "step", step)
 

@@ -94,9 +94,9 @@ def _go(rank, world, run, root, corpus, flip=None):
             if rank == flip["rank"]:
                 _flip(trainer, flip)
 
-    def flipping(self, lr, norm):
+    def flipping(self, lr, norm, *others):
         flips("before the update", self.steps + 1)
-        update(self, lr, norm)
+        update(self, lr, norm, *others)
         flips("after the update", self.steps)
 
     Optimizer.step = flipping
