@@ -112,7 +112,7 @@ def saved_in_bf16():
 
 
 def parameters_not_refreshed():
-    return mock.patch.object(Engine, "note_loaded", lambda self, steps: setattr(self.optimizer, "steps", steps))
+    return mock.patch.object(Engine, "note_loaded", lambda self, steps, _: setattr(self.optimizer, "steps", steps))
 
 
 def count_of_tokens():
