@@ -12,7 +12,7 @@ from superstep.data import shuffle as shuffle_module
 from superstep.data import token_stream as stream_module
 from superstep.engine.engine import Engine
 from superstep.engine.executor import Executor
-from superstep.train import corpus_trainer, loop, run_state
+from superstep.train import corpus_trainer, run_state
 from superstep.train.corpus_trainer import CorpusTrainer
 
 
@@ -35,11 +35,12 @@ def not_loaded(kind):
 
 
 def cursor_of_each_step():
-    def position(*, step, samples, tokens):
-        return loop_position(step=step, samples=samples + step, tokens=tokens)
+    inner = CorpusTrainer.advance
 
-    loop_position = loop.Position
-    return mock.patch.object(loop, "Position", position)
+    def advance(self, position, *, samples, tokens):
+        return inner(self, position, samples=samples + position.step + 1, tokens=tokens)
+
+    return mock.patch.object(CorpusTrainer, "advance", advance)
 
 
 def prefetch_skips():
