@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -62,7 +63,6 @@ def assemble(
     plan, compute_dtype = run.plan, DTYPES[run.config.numerics.compute]
     sums, excess = GradientSums(), RangeExcess()
     exact = _exact(run, specs, mesh, buffers, sums, excess)
-    sources = list_sources(specs)
     here = plan.list_units_of(mesh.at.pp)
     rows = _row_sinks(plan.resting, buffers, exact)
     layers = {unit: _layer_context(run, specs, mesh, unit, sums, exact, rows) for unit in here}
@@ -70,6 +70,7 @@ def assemble(
     modules = {unit: module for unit, (module, _) in built.items()}
     held = find_held(run, specs, mesh, compute_dtype, example)
     caches: list[Cache] = []
+    keep_less = partial(selective, is_exact=exact is not None)
     compute = {
         unit: make_compute(module, specs, unit, exchange, layers[unit].noise, held, mesh.cp)
         for unit, module in modules.items()
@@ -81,12 +82,12 @@ def assemble(
         trained={
             u: tuple(b for b in every if not b.is_frozen and u not in plan.resting) for u, every in buffers.items()
         },
-        sources=sources,
+        sources=list_sources(specs),
         compute=compute,
         chosen={unit: chosen for unit, (_, chosen) in built.items()},
         parameters={unit: tuple(_adders(module, exact, rows)) for unit, module in modules.items()},
         sums=sums,
-        selective={unit: selective(way, is_exact=exact is not None, caches=caches) for unit, way in compute.items()},
+        selective={u: keep_less(way, caches=caches if u in plan.offloaded else None) for u, way in compute.items()},
         caches=caches,
         loss=_loss(run, mesh, modules.get(len(specs) - 1), specs[-1], exact),
         loss_dtype=torch.float32 if exact is None else torch.float64,

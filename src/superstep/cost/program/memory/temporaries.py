@@ -69,9 +69,8 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
         return 0, _sum_bytes(run, d, d.V, d.D) + d.T * d.D * FP32
     Tv = d.Tv if run.shape.mtp_weight is None else 2 * d.Tv
     rows, is_trained = min(Tv, CHUNK_TOKENS), trains_table(run, len(run.outline.units) - 1)
-    in_fp32 = (FP32 if e == FP32 else 2 * FP32) if run.kept.wide_logits else 0
-    if run.shape.style.logit_cap is not None:  # logits after the cap, and their gradient
-        in_fp32 = 2 * FP32
+    is_wide = run.kept.wide_logits or run.shape.style.logit_cap is not None  # a cap makes others in fp32
+    in_fp32 = (FP32 if e == FP32 else 2 * FP32) if is_wide else 0
     rounded = d.D * d.V * e if e < FP32 and is_trained and run.kept.rounded_products else 0
     forward = rows * d.V * (e + in_fp32) + (rows + Tv) * d.D * e + rounded
     of_weight = d.D * d.V * FP32 if is_trained and zero_stage(run).shards_gradients else 0
