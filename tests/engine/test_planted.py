@@ -75,7 +75,7 @@ class Patient:
         (self.place / "now").write_text(name)
         if name in ("hook", "held", "skip"):
             begun = self.place / "begun"
-            self.wait(lambda: begun.exists() and begun.read_text().startswith(f"{name} "))
+            self.wait(lambda: begun.exists() and begun.read_text() == name)
 
     def heal(self):
         (self.place / "now").write_text("healthy")
