@@ -389,6 +389,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"model__name": "lama3-8b"}, None, ["model.name = 'lama3-8b'", "did you mean 'llama3-8b'?"]),
     ({"model__name": "zzz"}, None, ["model.name = 'zzz'", "choose one of tiny, demo"]),
     ({"model__width": 130}, None, ["model.width = 130", "model.heads = 4", "set model.head_dim"]),
+    ({"model__norm_group": 4}, None, ["model.norm_group = 4", "the decoder has no batch norm", "leave it out"]),
     ({"model__layers": 0}, None, ["model.layers = 0", "at least 1"]),
     (
         {"model__kv_heads": 3},
