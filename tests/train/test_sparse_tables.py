@@ -75,6 +75,15 @@ def reference(tmp_path_factory):
 
 
 @pytest.mark.multiproc
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_reduced_rows_are_divided_by_the_loss_scale(pool, reference, zero):
+    run = run_of(dp=2, zero=zero, microbatch=2)
+    run = replace(run, config=replace(run.config, numerics=replace(run.config.numerics, compute="fp16")))
+    for (verdict,) in pool.run(2, _prove_all, [run], reference, timeout_s=60):
+        assert verdict.first is None, verdict.first.describe()
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize("world", many_ranks(LAYOUTS))
 def test_every_layout_computes_what_one_process_does(pool, reference, world):
     runs = [run_of(**plan) for plan in LAYOUTS[world]]

@@ -199,7 +199,7 @@ class Engine(RankState):
         gradients = UnitOverflows(len(units), device)
         for unit, b in self.each_buffer():
             if not b.is_frozen:
-                gradients.see(unit, b.reduced)
+                gradients.see(unit, b.complete_gradient())
         outputs = UnitOverflows(len(units), device)
         bare = [_bare(m) for m in microbatches]
         self._evaluate(self._watch(CROSS_ENTROPY, bare), bare, outputs.see)

@@ -136,7 +136,7 @@ class Optimizer:
         """Divide the gradients by the loss scale in place, for whoever reads them before the update."""
         for buffers in (unit.buffers for unit in self._units):
             if buffers.layout.family != "statistics":
-                buffers.reduced.mul_(1.0 / loss_scale)
+                buffers.complete_gradient().mul_(1.0 / loss_scale)
 
     def step(self, lr: float, norm: float, loss_scale: float = 1.0) -> None:
         """Update the master weights.
