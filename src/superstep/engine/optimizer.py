@@ -147,24 +147,24 @@ class Optimizer:
             loss_scale: a factor of the gradients, but not of ``norm``.
         """
         self.steps += 1
+        scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         if self.watcher is None:
-            self._update_all(self._of_all, lr, norm, loss_scale)
-            self._update_rows(self._units, lr, norm, loss_scale)
+            self._update_all(self._of_all, lr, scale)
+            self._update_rows(self._units, lr, scale)
             _add_statistics(self._units)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
-                self._update_all(updates, lr, norm, loss_scale)
-                self._update_rows([unit], lr, norm, loss_scale)
+                self._update_all(updates, lr, scale)
+                self._update_rows([unit], lr, scale)
                 _add_statistics([unit])
                 self.watcher.after_update(unit.buffers)
         for unit in self._units:
             if not unit.buffers.shards_optimizer:
                 unit.buffers.refresh()
 
-    def _update_all(self, halves: tuple[Parts, Parts], lr: float, norm: float, loss_scale: float) -> None:
-        """Update the parameters with weight decay, and those without."""
-        scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
+    def _update_all(self, halves: tuple[Parts, Parts], lr: float, scale: float) -> None:
+        """Update the parameters with weight decay, and those without. ``scale`` divides their gradients."""
         for (params, grads, moments), decay in zip(halves, (self.hyper.weight_decay, 0.0), strict=True):
             now = UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps - self.skipped)
             if self._rule.fused is None or self._is_exact:
@@ -175,9 +175,8 @@ class Optimizer:
             elif params:
                 self._rule.fused(params, grads, moments, self.hyper, now)
 
-    def _update_rows(self, units: Sequence[OwnedRanges], lr: float, norm: float, loss_scale: float) -> None:
+    def _update_rows(self, units: Sequence[OwnedRanges], lr: float, scale: float) -> None:
         """Update touched rows of tables with sparse gradients: by SGD, as other rules move rows without a gradient."""
-        scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         for buffers in (unit.buffers for unit in _list_sparse(units)):
             assert buffers.touched is not None
             table, (rows, grads, is_packed) = buffers.touched.rows_of(buffers.master), buffers.list_touched()

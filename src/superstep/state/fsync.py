@@ -32,17 +32,21 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def nearest_folder(path: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
+
+
 def free_bytes(path: Path) -> int:
     """Free bytes of the disk of a folder, which need not exist."""
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
-    return shutil.disk_usage(there).free
+    return shutil.disk_usage(nearest_folder(path)).free
 
 
 def file_system(path: Path) -> str:
     """The kind of the file system of a folder, which need not exist, as /proc/self/mountinfo names it (proc(5)); empty
     if unknown.
     """
-    there = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir()).resolve()
+    there = nearest_folder(path).resolve()
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from superstep.engine.activations.direct_file import DirectFile
+from superstep.state.fsync import nearest_folder
 
 SIZE = 2**26
 """Bytes of the test file."""
@@ -41,8 +42,7 @@ def direct_rates(folder: Path) -> tuple[float, float]:
     """Read and write rates of activations that lie in a folder, which need not exist. Raises ConfigError or DiskFault
     as ``DirectFile``.
     """
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-    file, content = DirectFile(there), torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    file, content = DirectFile(nearest_folder(folder)), torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
     part = file.allocate(SIZE)
     times_s = [time.perf_counter()]
     for copy in (file.write, file.read):

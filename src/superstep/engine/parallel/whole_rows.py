@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superstep.comm.collectives import all_reduce
 from superstep.comm.mesh import Group
+from superstep.engine.parallel.tensor import Enter
 from superstep.model.unit import Source, UnitSpec, list_sources
 
 EnterUnit = Callable[[Tensor], Tensor]
@@ -46,14 +46,10 @@ def _enter(group: Group, x: Tensor) -> Tensor:
     return out
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:  # noqa: ANN401
-        ctx.group = group
-        return x.view_as(x)
+class _Enter(Enter):
+    """Forward is the identity; backward sums, for the first rank alone."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        total = grad.clone(memory_format=torch.contiguous_format)
-        all_reduce(total.view(-1), ctx.group).wait()
+        total, _ = Enter.backward(ctx, grad)
         return total if ctx.group.rank() == 0 else torch.zeros_like(total), None

@@ -32,12 +32,9 @@ def read_rope(keys: JsonKeys, model_type: str, max_tokens: int, share: float = 1
     thetas = {"rope_theta": theta} if "rope_theta" in keys else {}
     stretches: dict[str, RopeScaling | None] = {}
     for place in _PLACES:
-        raw = keys.get(place)
-        if not raw:
+        if not keys.get(place):
             continue
-        if not isinstance(raw, dict):
-            raise keys.refusal(place, "must be an object")
-        part = JsonKeys(raw, f"{model_type}{place}.", _DEFAULTS)
+        part = JsonKeys(keys.table(place), f"{model_type}{place}.", _DEFAULTS)
         if "rope_theta" in part:
             thetas[f"{place}.rope_theta"] = part.positive("rope_theta")
         stretches[place] = _read_stretch(part, max_tokens, share)

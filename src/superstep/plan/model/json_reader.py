@@ -33,6 +33,13 @@ class JsonKeys:
             raise ConfigError(f"{self._model_type}{key} is missing.")
         return self._raw.get(key, self._defaults.get(key))
 
+    def table(self, key: str) -> dict[str, Any]:
+        """An object inside of this one."""
+        value = self.get(key)
+        if not isinstance(value, dict):
+            raise self.refusal(key, "must be an object")
+        return value
+
     def whole(self, key: str, *, least: int = 1) -> int:
         value = self.get(key)
         if not _is_number(value) or value != int(value) or value < least:

@@ -46,17 +46,13 @@ def read_qwen2_audio(raw: Mapping[str, Any], place: str) -> AudioLanguageShape:
         ConfigError: names a key that is missing, or that the encoder or the decoder does not support.
     """
     keys = JsonKeys(raw, place, {TOKEN: 151646})
-    parts = {}
-    for name in ("text_config", "audio_config"):
-        parts[name] = keys.get(name)
-        if not isinstance(parts[name], dict):
-            raise keys.refusal(name, "must be an object")
+    text_keys, audio_keys = keys.table("text_config"), keys.table("audio_config")
     keys.require({"tie_word_embeddings": (False,), "architectures": (["Qwen2AudioForConditionalGeneration"],)})
     where = f"{place}text_config."
-    text = JsonKeys(parts["text_config"], where, {})
+    text = JsonKeys(text_keys, where, {})
     text.require({"model_type": ("qwen2",), "tie_word_embeddings": (False,)})
-    decoder = replace(read_shape(TEXT | parts["text_config"], "qwen2", where), tied=False)
-    audio = _read_audio(JsonKeys(parts["audio_config"], f"{place}audio_config.", AUDIO), decoder.width)
+    decoder = replace(read_shape(TEXT | text_keys, "qwen2", where), tied=False)
+    audio = _read_audio(JsonKeys(audio_keys, f"{place}audio_config.", AUDIO), decoder.width)
     token = keys.whole(TOKEN)
     if token >= decoder.vocab:
         raise keys.refusal(TOKEN, f"must be a token from 1 to {decoder.vocab - 1}")

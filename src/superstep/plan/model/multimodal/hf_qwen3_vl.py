@@ -52,15 +52,11 @@ def read_qwen3_vl(raw: Mapping[str, Any], place: str) -> VisionLanguageShape:
         ConfigError: names a key that is missing, or that the encoder or the decoder does not support.
     """
     keys = JsonKeys(raw, place, TOP)
-    parts = {}
-    for name in ("text_config", "vision_config"):
-        parts[name] = keys.get(name)
-        if not isinstance(parts[name], dict):
-            raise keys.refusal(name, "must be an object")
-    text, sections = _read_sections(TEXT | parts["text_config"], f"{place}text_config.")
+    text_keys, vision_keys = keys.table("text_config"), keys.table("vision_config")
+    text, sections = _read_sections(TEXT | text_keys, f"{place}text_config.")
     tied = keys.flag("tie_word_embeddings")
     decoder = replace(read_shape(text, "qwen3", f"{place}text_config."), tied=tied)
-    vision = _read_vision(JsonKeys(parts["vision_config"], f"{place}vision_config.", VISION), decoder.width)
+    vision = _read_vision(JsonKeys(vision_keys, f"{place}vision_config.", VISION), decoder.width)
     if len(vision.deepstack) > decoder.layers:
         raise keys.refusal("vision_config", f"has more deepstack layers than the decoder's {decoder.layers}")
     image, *others = (keys.whole(name, least=0) for name in TOKENS)
