@@ -10,6 +10,14 @@ from safetensors.torch import load_file
 from transformers import WhisperFeatureExtractor
 from transformers.models.qwen2_audio import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 
+from beside_transformers import (
+    assert_gradient,
+    go_back_alike,
+    read_encoder_of,
+    run_of,
+    save_randomly,
+    train_from_folder,
+)
 from sound_samples import SAMPLES, write_sounds
 from superstep.cli.main import main
 from superstep.data.samples.log_mel import cut_frames
@@ -18,7 +26,6 @@ from superstep.model.files.hf import load_weights
 from superstep.model.multimodal.audio import sinusoids
 from superstep.model.multimodal.qwen2_audio import audio_language_units
 from superstep.model.unit import UnitGraph
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig
 from superstep.plan.model.multimodal.audio_shape import AudioShape
 from superstep.plan.model.multimodal.families import read_multimodal
 from superstep.plan.model.multimodal.hf_qwen2_audio import read_qwen2_audio, write_qwen2_audio
@@ -38,16 +45,7 @@ def write_folder(folder):
         "encoder_ffn_dim": 40, "d_model": 24, "max_source_positions": FRAMES // 2,
     }  # fmt: skip
     config = Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_index=SOUND)
-    model = Qwen2AudioForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def run_of(folder):
-    return RunConfig(model=ModelConfig(name=str(folder / "config.json")), data=DataConfig(source="samples.py"))
+    return save_randomly(Qwen2AudioForConditionalGeneration(config), folder)
 
 
 def published(name):
@@ -79,10 +77,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, sounds):
         given["feature_attention_mask"] = (torch.arange(FRAMES) < torch.tensor(sounds).unsqueeze(1)).long()
     wanted = theirs(input_ids=tokens[None], **given).logits
     logits = ours({name: values[None] for name, values in fields.items()})
-    torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=2e-5)
-    factors = torch.randn_like(wanted)
-    for each in (logits, wanted):
-        (each * factors).sum().backward()
+    go_back_alike(logits, wanted)
     named = {published(name): parameter for name, parameter in theirs.named_parameters()}
     assert named.keys() == ours.parts.keys()
     for name, (_, parameter) in ours.parts.items():
@@ -90,8 +85,7 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, sounds):
         if gradient is None:  # the table of positions is not trained; without a sound no part of the encoder is
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
-        largest = float(gradient.abs().max())
-        torch.testing.assert_close(parameter.grad, gradient, atol=2e-5 * largest, rtol=2e-5, msg=name)
+        assert_gradient(parameter, gradient, name)
 
 
 def test_frames_are_those_of_whisper_in_128_bands():
@@ -116,18 +110,8 @@ def test_new_positions_are_the_sinusoids_of_whisper():
 def test_a_folder_is_read_trained_and_written_with_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_folder(Path("hf"))
-    config = 'RunConfig(model=ModelConfig(name="hf/config.json"), data=DataConfig(source="x"))'
-    start = SAMPLES.index("AUDIO = "), SAMPLES.index("DECODER = ")
-    text = f"{SAMPLES[: start[0]]}AUDIO = read_multimodal({config}).audio\n{SAMPLES[start[1] :]}"
-    write_sounds(tmp_path, text.replace("import torch\n", f"import torch\n{IMPORTS}", 1))
-    Path("run.toml").write_text(
-        Path("run.toml").read_text().replace('source = "sounds.py"', 'name = "hf/config.json"\nweights = "hf"', 1)
-    )
-    assert main(["train", "run.toml", "--train.steps", "1", "--train.lr", "1e-38", "--state.save-every", "1"]) == 0
-    (checkpoint,) = Path("run/checkpoints").iterdir()
-    before, after = load_file("hf/model.safetensors"), load_file(checkpoint / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    write_sounds(tmp_path, read_encoder_of(SAMPLES, "audio"))
+    checkpoint, before = train_from_folder("sounds.py")
     loaded = Qwen2AudioForConditionalGeneration.from_pretrained(checkpoint)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, before[published(name)])
@@ -136,12 +120,6 @@ def test_a_folder_is_read_trained_and_written_with_the_same_bytes(tmp_path, monk
     moved = load_file(next(Path("moved/checkpoints").iterdir()) / "model.safetensors")
     assert [name for name in before if torch.equal(before[name], moved[name])] == ["audio_tower.embed_positions.weight"]
     assert main(["prove", "run.toml", "--exact", "--plan.zero", "3"]) == 0
-
-
-IMPORTS = """
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig
-from superstep.plan.model.multimodal.families import read_multimodal
-"""
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from beside_transformers import (
+    assert_gradient,
+    go_back_alike,
+    read_encoder_of,
+    run_of,
+    save_randomly,
+    train_from_folder,
+)
 from picture_samples import SAMPLES, write_pictures
 from superstep.cli.main import main
 from superstep.data.samples.patches import cut_patches, place_tokens
@@ -15,7 +22,6 @@ from superstep.errors import ConfigError
 from superstep.model.files.hf import load_weights
 from superstep.model.multimodal.qwen3_vl import vision_language_units
 from superstep.model.unit import UnitGraph
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig
 from superstep.plan.model.multimodal.families import read_multimodal
 from superstep.plan.model.multimodal.hf_qwen3_vl import read_qwen3_vl, write_qwen3_vl
 
@@ -40,16 +46,7 @@ def write_folder(folder, *, tied=False, deepstack=(0, 1)):
         text_config=text, vision_config=vision, tie_word_embeddings=tied, image_token_id=IMAGE, video_token_id=29,
         vision_start_token_id=28, vision_end_token_id=27,
     )  # fmt: skip
-    model = Qwen3VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
-    model.save_pretrained(folder)
-    return model
-
-
-def run_of(folder):
-    return RunConfig(model=ModelConfig(name=str(folder / "config.json")), data=DataConfig(source="samples.py"))
+    return save_randomly(Qwen3VLForConditionalGeneration(config), folder)
 
 
 @pytest.mark.parametrize("deepstack", [(), (0, 2)])
@@ -79,46 +76,23 @@ def test_logits_and_gradients_are_those_of_transformers(tmp_path, deepstack, tie
         mm_token_type_ids=(tokens == IMAGE).long()[None],
     ).logits
     logits = ours({name: values[None] for name, values in fields.items()})
-    torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=2e-5)
-    factors = torch.randn_like(wanted)
-    for each in (logits, wanted):
-        (each * factors).sum().backward()
+    go_back_alike(logits, wanted)
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert gradients.keys() == ours.parts.keys()
     for name, (_, parameter) in ours.parts.items():
-        largest = float(gradients[name].abs().max())
-        torch.testing.assert_close(parameter.grad, gradients[name], atol=2e-5 * largest, rtol=2e-5, msg=name)
+        assert_gradient(parameter, gradients[name], name)
 
 
 def test_a_folder_is_read_trained_and_written_with_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_folder(Path("hf"))
-    config = 'RunConfig(model=ModelConfig(name="hf/config.json"), data=DataConfig(source="x"))'
-    vision = f"VISION = read_multimodal({config}).vision"
-    start = SAMPLES.index("VISION = "), SAMPLES.index("DECODER = ")
-    text = f"{SAMPLES[: start[0]]}{vision}\n{SAMPLES[start[1] :]}".replace(
-        "import torch\n", f"import torch\n{IMPORTS}", 1
-    )
-    write_pictures(tmp_path, text)
-    Path("run.toml").write_text(
-        Path("run.toml").read_text().replace('source = "pictures.py"', 'name = "hf/config.json"\nweights = "hf"', 1)
-    )
-    assert main(["train", "run.toml", "--train.steps", "1", "--train.lr", "1e-38", "--state.save-every", "1"]) == 0
-    (checkpoint,) = Path("run/checkpoints").iterdir()
-    before, after = load_file("hf/model.safetensors"), load_file(checkpoint / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    write_pictures(tmp_path, read_encoder_of(SAMPLES, "vision"))
+    checkpoint, before = train_from_folder("pictures.py")
     loaded = Qwen3VLForConditionalGeneration.from_pretrained(checkpoint)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, before[name])
     assert loaded.config.text_config.rope_parameters["mrope_section"] == [4, 2, 2]
     assert main(["prove", "run.toml", "--exact", "--plan.zero", "3"]) == 0
-
-
-IMPORTS = """
-from superstep.plan.config import DataConfig, ModelConfig, RunConfig
-from superstep.plan.model.multimodal.families import read_multimodal
-"""
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Runs small enough to be trained within a test: a text that repeats itself, and a model that learns it in a second."""
 
 import json
+import shutil
 from pathlib import Path
 
+from superstep.cli.main import main
 from superstep.plan.config import DataConfig, ModelConfig, PlanConfig, RunConfig, StateConfig, TrainConfig
 from superstep.plan.config_io import read_config
 
@@ -77,3 +79,12 @@ def config(*, layers: int = 2, plan: dict | None = None, train: dict | None = No
         plan=PlanConfig(**(plan or {"dp": 1})),
         state=StateConfig(dir="run", save_every=3),
     )
+
+
+def resume_killed() -> None:
+    """Resume a copy of the run ``whole`` as if it had been killed after step 3: it ends with the same weights."""
+    shutil.copytree("whole", "run")
+    shutil.rmtree("run/checkpoints/step-000006")
+    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
+    last, wanted = (sorted(Path(folder, "checkpoints").iterdir())[-1] for folder in ("run", "whole"))
+    assert (last / "model.safetensors").read_bytes() == (wanted / "model.safetensors").read_bytes()

@@ -1,7 +1,6 @@
 """Runs on text, pictures and both: an encoder's rows at the places of their tokens, on every layout."""
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,6 @@ def here(request, tmp_path, monkeypatch):
     write_pictures(tmp_path, deepstack=request.param)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def weights(folder):
-    return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
 
 
 def test_each_token_takes_the_row_of_its_number():
@@ -70,10 +65,7 @@ def test_tokens_are_counted_among_equal_ones_of_their_row():
 
 def test_a_run_goes_on_with_the_same_bits(here):
     assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
-    shutil.copytree("whole", "run")
-    shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
-    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
-    assert weights("run") == weights("whole")
+    runs.resume_killed()
 
 
 @pytest.mark.parametrize(

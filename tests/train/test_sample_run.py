@@ -1,7 +1,6 @@
 """Runs on samples of a user's own file: trained, resumed, proven, and refused by name where a setting is of text."""
 
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,20 +32,13 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def weights(folder):
-    return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
-
-
 def test_a_run_counts_samples_and_goes_on_with_the_same_bits(here, capfd):
     assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
     out = capfd.readouterr().out
     assert "samples/s" in out
     assert "72 samples seen" in out
     assert "accuracy" in out
-    shutil.copytree("whole", "run")
-    shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
-    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
-    assert weights("run") == weights("whole")
+    runs.resume_killed()
     (started, *_), steps = runs.events(Path("run"), "started"), runs.events(Path("run"), "step")
     assert started["counts"] == "samples"
     assert started["predicted_step_s"] > 0

@@ -1,12 +1,11 @@
 """Runs on text, sounds and both: Qwen2-Audio's encoder and decoder on every layout."""
 
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
+import runs
 from sound_samples import SAMPLES, write_sounds
 from superstep.cli.main import main
 from superstep.model.multimodal.audio import number_sounds
@@ -17,10 +16,6 @@ def here(tmp_path, monkeypatch):
     write_sounds(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def weights(folder):
-    return (sorted(Path(folder, "checkpoints").iterdir())[-1] / "model.safetensors").read_bytes()
 
 
 def test_sounds_of_a_row_are_numbered():
@@ -42,10 +37,7 @@ def test_tensor_parallel_ranks_share_encoder_and_decoder(here, capfd):
 
 def test_a_run_goes_on_with_the_same_bits(here):
     assert main(["train", "run.toml", "--state.dir", "whole"]) == 0
-    shutil.copytree("whole", "run")
-    shutil.rmtree("run/checkpoints/step-000006")  # as if it had been killed after step 3
-    assert main(["train", "run.toml", "--state.existing", "resume"]) == 0
-    assert weights("run") == weights("whole")
+    runs.resume_killed()
 
 
 @pytest.mark.parametrize(
