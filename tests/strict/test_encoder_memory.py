@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from picture_samples import SAMPLES, write_pictures
-from strict_ranks import device_module, gpu_of
-from superstep.comm.mesh import build_mesh
+from strict_ranks import gpu_of, peak_of_two_steps
 from superstep.cost.program.time.predict import memory_of_phases
 from superstep.data.samples.source import open_source, stream_of
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.plan.config_io import read_config
-from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.weights.model import operations, resolve_config, units_of
 
 pytestmark = pytest.mark.strict
@@ -42,19 +38,12 @@ def peak_of_steps(rank, world, run, folder):
     """The pipeline rank, and the most bytes of the allocator over two steps, without what was there before."""
     os.chdir(folder)
     with gpu_of(rank, world) as (gpu, report):
-        gc.collect()  # engines of tests before
-        torch.cuda.synchronize()
-        device_module().reset_peak(rank)
-        before = torch.cuda.memory_allocated()
-        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
-        engine = Engine(run, units_of(run), mesh)
-        batch = stream_of(run.config, open_source(Path("pictures.py")), "train").batch(0, rows(run.plan, mesh))
-        mine = microbatches_of(batch, run.plan, mesh)
-        for _ in range(2):
-            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
-        peak = report().peak_bytes - before
-        mesh.destroy()
-        return mesh.at.pp, peak
+
+        def start(mesh):
+            batch = stream_of(run.config, open_source(Path("pictures.py")), "train").batch(0, rows(run.plan, mesh))
+            return Engine(run, units_of(run), mesh), microbatches_of(batch, run.plan, mesh), batch.valid_tokens
+
+        return peak_of_two_steps(rank, gpu, report, run, start)
 
 
 @pytest.mark.parametrize("encoder", ["front", "spread", "bubbles"])

@@ -14,7 +14,7 @@ import test_models_on_gpus
 import torch
 
 import small
-from strict_ranks import SETTINGS, device_module, gpu_of
+from strict_ranks import SETTINGS, gpu_of, peak_of_two_steps
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
@@ -76,19 +76,12 @@ def peak_of_steps(rank, world, run, settings=None, *, router=route_evenly):
     # The interpreter of Triton takes minutes for the random numbers of so many tokens.
     copied = mock.patch.object(triton_loader.module("philox"), "drop", lambda x, *_: x.clone())
     with gpu_of(rank, world, settings) as (gpu, report), mock.patch.object(moe, "route", router), copied:
-        gc.collect()  # engines of tests before
-        torch.cuda.synchronize()
-        device_module().reset_peak(rank)
-        before = torch.cuda.memory_allocated()
-        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
-        engine = Engine(run, units_of(run), mesh)
-        batch = batch_of(run)
-        mine = microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh)
-        for _ in range(2):
-            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
-        peak = report().peak_bytes - before
-        mesh.destroy()
-        return mesh.at.pp, peak
+
+        def start(mesh):
+            engine, batch = Engine(run, units_of(run), mesh), batch_of(run)
+            return engine, microbatches_of(batch.rows(rows(run.plan, mesh)), run.plan, mesh), batch.valid_tokens
+
+        return peak_of_two_steps(rank, gpu, report, run, start)
 
 
 BF16 = {"compute": "bf16"}

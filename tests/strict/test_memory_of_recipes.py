@@ -1,20 +1,17 @@
 """The peak of a step of recipes with samples of their own on an emulated GPU, beside what is predicted of it."""
 
-import gc
 import re
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from prompts import write_prompts
 from recipe_files import enter_folder
 from sound_samples import SAMPLES, write_sounds
-from strict_ranks import device_module, gpu_of
+from strict_ranks import gpu_of, peak_of_two_steps
 from superstep.comm.device import Device
-from superstep.comm.mesh import build_mesh
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.time.predict import sizes_of
 from superstep.data.samples.source import open_source, stream_of
@@ -24,7 +21,6 @@ from superstep.engine.values.microbatch import microbatches_of
 from superstep.plan.config import PlanConfig
 from superstep.plan.config_io import read_config
 from superstep.program.compile import compile_step
-from superstep.train.proof.prove_tolerance import TIMEOUT
 from superstep.train.weights.model import operations, resolve_config, units_of
 
 pytestmark = pytest.mark.strict
@@ -34,19 +30,13 @@ NEAR = 0.05
 def peak_of_steps(rank, world, run, folder):
     """The most bytes of the allocator over two steps, without what was there before."""
     with chdir(folder), gpu_of(rank, world) as (gpu, report):
-        gc.collect()
-        torch.cuda.synchronize()
-        device_module().reset_peak(rank)
-        before = torch.cuda.memory_allocated()
-        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
-        engine = Engine(run, units_of(run), mesh)
-        stream = stream_of(run.config, open_source(Path(str(run.config.data.source))), "train")
-        batch = stream.batch(0, slice(0, run.config.train.batch_sequences))
-        mine = microbatches_of(batch, run.plan, mesh)
-        for _ in range(2):
-            engine.train_step(mine, valid_tokens=batch.valid_tokens, lr=1e-3)
-        peak = report().peak_bytes - before
-        mesh.destroy()
+
+        def start(mesh):
+            stream = stream_of(run.config, open_source(Path(str(run.config.data.source))), "train")
+            batch = stream.batch(0, slice(0, run.config.train.batch_sequences))
+            return Engine(run, units_of(run), mesh), microbatches_of(batch, run.plan, mesh), batch.valid_tokens
+
+        _, peak = peak_of_two_steps(rank, gpu, report, run, start)
         return peak
 
 

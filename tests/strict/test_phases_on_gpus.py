@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strict_ranks import device_module, gpu_of, prove_on_gpus
+from strict_ranks import gpu_of, peak_of_two_steps, prove_on_gpus
 from superstep.comm.device import Device
-from superstep.comm.mesh import build_mesh
 from superstep.cost.program.time.predict import memory_of_phases
 from superstep.data.batch import Batch
 from superstep.engine.activations.saved_activations import with_kept
@@ -26,7 +24,7 @@ from superstep.model.unit import in_phase, list_phases
 from superstep.plan.config import NumericsConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.plan.sample_fields import Field, SampleFields
-from superstep.train.proof.prove_tolerance import TIMEOUT, write_reference
+from superstep.train.proof.prove_tolerance import write_reference
 
 pytestmark = pytest.mark.strict
 ROWS, NEAR = 32, 0.05
@@ -85,18 +83,12 @@ def batch():
 def peak_of_steps(rank, world, run):
     """The pipeline rank, and the most bytes of the allocator over two steps, without what was there before."""
     with gpu_of(rank, world) as (gpu, report):
-        gc.collect()  # engines of tests before
-        torch.cuda.synchronize()
-        device_module().reset_peak(rank)
-        before = torch.cuda.memory_allocated()
-        mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
-        engine = Engine(run, gan(), mesh, example=example_of(batch()))
-        mine = microbatches_of(batch().rows(rows(run.plan, mesh)), run.plan, mesh)
-        for _ in range(2):
-            engine.train_step(mine, valid_tokens=ROWS, lr=1e-3)
-        peak = report().peak_bytes - before
-        mesh.destroy()
-        return mesh.at.pp, peak
+
+        def start(mesh):
+            engine = Engine(run, gan(), mesh, example=example_of(batch()))
+            return engine, microbatches_of(batch().rows(rows(run.plan, mesh)), run.plan, mesh), ROWS
+
+        return peak_of_two_steps(rank, gpu, report, run, start)
 
 
 def prove_here(rank, world, run, folder):

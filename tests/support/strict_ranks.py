@@ -1,5 +1,6 @@
 """Ranks on the strict device: each on an emulated GPU of its own, in a process group of the emulated NCCL."""
 
+import gc
 import importlib
 import os
 import time
@@ -12,13 +13,14 @@ import torch.distributed as dist
 
 from pool import IMPORTED
 from superstep.comm.device import Device
+from superstep.comm.mesh import build_mesh
 from superstep.launch.fork_server import fork_context, heed_all
 from superstep.launch.ranks import World
 from superstep.strict.load import configure
 from superstep.strict.monitor import Monitor
 from superstep.strict.settings import Settings
 from superstep.train.proof.prove_exact import prove_exact
-from superstep.train.proof.prove_tolerance import prove
+from superstep.train.proof.prove_tolerance import TIMEOUT, prove
 
 SETTINGS = Settings(devices=8, device_bytes=1 << 30)
 
@@ -50,6 +52,29 @@ def gpu_of(rank, world, settings=None):
     yield device, report
     dist.barrier()
     dist.destroy_process_group()
+
+
+def peak_of_two_steps(rank, gpu, report, run, start):
+    """The pipeline rank, and the most bytes of the allocator over two steps, without what was there before.
+
+    Args:
+        rank: of the job.
+        gpu: of the rank.
+        report: of its GPU.
+        run: the resolved run.
+        start: of the mesh an engine, its microbatches, and the valid tokens of the batch.
+    """
+    gc.collect()  # engines of tests before
+    torch.cuda.synchronize()
+    device_module().reset_peak(rank)
+    before = torch.cuda.memory_allocated()
+    mesh = build_mesh(run.plan, rank, gpu, timeout=TIMEOUT)
+    engine, mine, valid_tokens = start(mesh)
+    for _ in range(2):
+        engine.train_step(mine, valid_tokens=valid_tokens, lr=1e-3)
+    peak = report().peak_bytes - before
+    mesh.destroy()
+    return mesh.at.pp, peak
 
 
 def run_to_the_end(world, job, folder, *args, limit_s=60.0):
