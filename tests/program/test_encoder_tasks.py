@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plans import examples, plan_of
+from plans import compile_and_check, examples, plan_of
 from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.plan.sharding.stages import even_split
 from superstep.program import instructions as ins
 from superstep.program.check import InvalidProgram, check
-from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.compile import compile_step
 from superstep.program.peak_memory import UnitBytes, high_water, list_held_bytes
-from superstep.program.text import describe, read_program, write_program
+from superstep.program.text import describe, write_program
 
 UNIT = UnitBytes(
     params=1000, gradient=4000, kept_all=80, kept_selective=50, kept_input=10, boundary=10,
@@ -52,11 +52,7 @@ def plans_with_encoder(draw: st.DrawFn):
 @examples(40)
 @given(plans_with_encoder())
 def test_every_plan_compiles_and_keeps_the_rules(plan):
-    program = compile_step(plan)
-    check(program)
-    check(compile_evaluation(plan))
-    assert read_program(write_program(program)) == program
-    simulate(program, PerUnit(units=(UnitSeconds(forward_s=1.0, backward_s=2.0, transfer_s=0.1),) * len(plan.units)))
+    program = compile_and_check(plan)
     peaks = high_water(program, [UNIT] * len(plan.units))
     for rank, peak in enumerate(peaks):
         assert peak.bytes > 0

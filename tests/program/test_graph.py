@@ -8,8 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from plans import examples, plan_of, plans
-from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
+from plans import compile_and_check, examples, plan_of, plans
 from superstep.errors import ConfigError
 from superstep.plan.sharding.edges import (
     list_passing_values,
@@ -18,13 +17,13 @@ from superstep.plan.sharding.edges import (
     require_way_back,
 )
 from superstep.program.check import InvalidProgram, check
-from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.compile import compile_step
 from superstep.program.instructions import Backward, Forward, Send, Step
 from superstep.program.issue_order import issue_order
 from superstep.program.needed_values import NeededValues
 from superstep.program.peak_memory import UnitBytes, high_water, list_held_bytes
 from superstep.program.received import find_received_values
-from superstep.program.text import describe, read_instruction, read_program, write_program
+from superstep.program.text import describe, read_instruction, write_program
 
 SKIP = ((), (0,), (1,), (2, 0), (3,), (4, 0, 2))
 """Six units: the fourth and the last take the first's output too, the last the third's."""
@@ -59,11 +58,7 @@ def graphs(draw: st.DrawFn):
 @examples(60)
 @given(graphs())
 def test_every_graph_compiles_and_keeps_the_rules(plan):
-    program = compile_step(plan)
-    check(program)
-    check(compile_evaluation(plan))
-    assert read_program(write_program(program)) == program
-    simulate(program, PerUnit(units=(UnitSeconds(forward_s=1.0, backward_s=2.0, transfer_s=0.1),) * len(plan.units)))
+    compile_and_check(plan)
 
 
 @examples(40)

@@ -8,8 +8,13 @@ from typing import Any, get_args
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from superstep.cost.program.time.simulate import PerUnit, UnitSeconds, simulate
 from superstep.plan.config import LoraConfig, ModelConfig, PlanConfig, RunConfig, Schedule, StateConfig, TrainConfig
 from superstep.plan.resolution.resolve import Plan, resolve
+from superstep.program.check import check
+from superstep.program.compile import compile_evaluation, compile_step
+from superstep.program.instructions import Program
+from superstep.program.text import read_program, write_program
 
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 DEGREES = {"dp": [1, 1, 2, 3, 4], "cp": [1, 1, 2], "tp": [1, 2]}
@@ -18,6 +23,16 @@ DEGREES = {"dp": [1, 1, 2, 3, 4], "cp": [1, 1, 2], "tp": [1, 2]}
 def examples(count: int) -> settings:
     """That many examples, however slow: a busy machine is no fault of the program."""
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
+
+
+def compile_and_check(plan: Plan) -> Program:
+    """A plan's step program: it and that of an evaluation keep the rules, it is read as it is written, and it runs."""
+    program = compile_step(plan)
+    check(program)
+    check(compile_evaluation(plan))
+    assert read_program(write_program(program)) == program
+    simulate(program, PerUnit(units=(UnitSeconds(forward_s=1.0, backward_s=2.0, transfer_s=0.1),) * len(plan.units)))
+    return program
 
 
 def plan_of(
