@@ -23,7 +23,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from longer import longer
-from superstep.kernels.gpu import attention, cross_entropy, delta_states, norm, philox, rope, swiglu
+from superstep.kernels.blocks.adamw import AdamWNumbers, BlockMoment
+from superstep.kernels.gpu import attention, blocks, cross_entropy, delta_states, norm, philox, rope, swiglu
 from superstep.kernels.gpu.attention import VisibleKeys
 from superstep.kernels.philox import Counter
 from superstep.kernels.position_bias import alibi, t5
@@ -34,7 +35,7 @@ H100 = 90
 TENSOR_COLUMNS = 512
 """Of the memory that products of compute capability 10.0 are summed in."""
 BF16, FP32 = torch.bfloat16, torch.float32
-TYPES = {FP32: "*fp32", BF16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {FP32: "*fp32", BF16: "*bf16", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -138,6 +139,9 @@ def small_kernels(dtype):
     philox.random_words(place, targets, 2, 64)
     philox.drop(x, place, targets[:16], (2, 16, 64), 1, 2**31, 2.0)
     philox.drop(x, place, targets[:1], (2, 1, 4), 256, 2**31, 2.0)
+    param, grad = torch.empty(2, 512)
+    first, second = (BlockMoment(torch.empty(512, dtype=torch.uint8), torch.empty(2)) for _ in range(2))
+    blocks.update_blocks(param, grad, first, second, AdamWNumbers(**dict.fromkeys(AdamWNumbers.__slots__, 0.5)))
 
 
 def test_swiglu_compiles(launched):
@@ -155,7 +159,7 @@ def test_swiglu_compiles(launched):
     ),
 )
 def test_small_kernels_compile(launched, chip, dtype):
-    assert len(launched(chip, lambda: small_kernels(dtype))) == 8
+    assert len(launched(chip, lambda: small_kernels(dtype))) == 9
 
 
 @pytest.mark.slow

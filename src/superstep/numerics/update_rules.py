@@ -80,8 +80,13 @@ def _adamw(
     grad = grad / now.scale
     first.mul_(h.beta1).add_(grad * (1 - h.beta1))
     second.mul_(h.beta2).add_((grad * grad).mul_(1 - h.beta2))
-    size = second.sqrt().mul_((1 - h.beta2**now.number) ** -0.5).add_(h.eps)
+    size = _root(second).mul_((1 - h.beta2**now.number) ** -0.5).add_(h.eps)
     param.mul_(1 - now.lr * now.decay).sub_((first / size).mul_(now.lr / (1 - h.beta1**now.number)))
+
+
+def _root(x: Tensor) -> Tensor:
+    """The root, rounded correctly. On a CPU that of torch, from MKL, is not; fp64 has the digits for it."""
+    return x.double().sqrt().float() if x.device.type == "cpu" else x.sqrt()
 
 
 def _update_fused_adamw(
