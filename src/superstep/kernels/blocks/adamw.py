@@ -94,11 +94,11 @@ def update_blocks(param: Tensor, grad: Tensor, moments: Sequence[BlockMoment], n
 
 def pack(of: DynamicMap) -> Tensor:
     """A map's tables for kernels: fp32 [6, 16]."""
-    return _packed(of.is_signed)
+    return _pack_tables(of.is_signed)
 
 
 @cache
-def _packed(is_signed: bool) -> Tensor:
+def _pack_tables(is_signed: bool) -> Tensor:
     of = dynamic_map(is_signed=is_signed)
     tables = (of.offset, of.step, of.inverse, of.shift, of.last, of.borders)
     return torch.stack([torch.nn.functional.pad(table, (0, LEVELS - len(table))) for table in tables])
