@@ -2,7 +2,7 @@
 
     python -m bench.recaption [--seeds 3] [--jobs 7 --device cuda --compute bf16] [--out bench/results/recaption.json]
 
-A seed takes about five minutes of one core. What lies in ``--folder`` is not made again, and the results are written
+A seed takes about ten minutes of one core. What lies in ``--folder`` is not made again, and the results are written
 after each seed: the same command with more seeds goes on.
 
 1. recipes/captioner.toml learns full and short captions from 2,000 pictures, and writes both for all 4,000.
