@@ -33,7 +33,7 @@ from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.operation import UnitOperations
 from superstep.cost.program.time.predict import predict
 from superstep.cost.program.time.simulate import simulate
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.engine.engine import Engine
 from superstep.engine.instruction_timer import HostRecorder
 from superstep.engine.measure.probe_kernels import TimingOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from superstep.data.batch import Batch
 from superstep.data.prefetch import Prefetcher
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.plan.resolution.resolve import Resolved
 
 

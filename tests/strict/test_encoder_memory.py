@@ -11,7 +11,7 @@ import pytest
 from picture_samples import SAMPLES, write_pictures
 from strict_ranks import gpu_of, peak_of_two_steps
 from superstep.cost.program.time.predict import memory_of_phases
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of, rows
 from superstep.plan.config_io import read_config

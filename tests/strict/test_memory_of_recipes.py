@@ -14,7 +14,7 @@ from strict_ranks import gpu_of, peak_of_two_steps
 from superstep.comm.device import Device
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.time.predict import sizes_of
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.engine.activations.saved_activations import with_kept
 from superstep.engine.engine import Engine
 from superstep.engine.values.microbatch import microbatches_of

@@ -57,6 +57,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"train__lr": float("nan")}, None, ["train.lr = nan", "above 0"]),
     ({"observe__peak_flops": -1.0}, None, ["observe.peak_flops = -1.0", "above 0"]),
     ({"train__beta2": 1.0}, None, ["train.beta2 = 1.0", "below 1"]),
+    ({"data__media_tokens": 3}, None, ["data.media_tokens = 3", "reads text alone", "leave it out"]),
     ({"data__validation_fraction": -0.1}, None, ["data.validation_fraction = -0.1", "at least 0"]),
     ({"train__min_lr_ratio": 1.5}, None, ["train.min_lr_ratio = 1.5", "between 0 and 1"]),
     ({"observe__profile": (0,)}, None, ["observe.profile = 0", "steps from 1 to train.steps"]),

@@ -29,6 +29,17 @@ def test_every_layout_has_the_same_bits(here, capfd):
     assert " 0 with other bits" in capfd.readouterr().out
 
 
+CP = "--plan.cp", "2", "--numerics.exact-chunks", "4"
+
+
+@pytest.mark.parametrize("encoder", ["spread", "bubbles"])
+@pytest.mark.parametrize("cp", [(), CP], ids=["pp", "pp-cp"])
+def test_pipeline_ranks_share_an_encoder_of_sounds(here, capfd, encoder, cp):
+    layout = ["--plan.pp", "2", "--plan.dp", "1", "--plan.zero", "0", "--plan.encoder", encoder, *cp]
+    assert main(["prove", "run.toml", "--exact", *layout]) == 0
+    assert " 0 with other bits" in capfd.readouterr().out
+
+
 def test_tensor_parallel_ranks_share_encoder_and_decoder(here, capfd):
     tp = ["--plan.tp", "2", "--plan.dp", "1", "--plan.zero", "0", "--plan.sequence-parallel", "false"]
     assert main(["prove", "run.toml", *tp]) == 0

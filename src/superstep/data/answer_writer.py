@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from superstep.data.batch import SPLITS, SplitName
 from superstep.data.packing import pack
-from superstep.data.token_files import ANSWER_FILES, FILES, FORMAT, CorpusManifest, TokenKind
+from superstep.data.token_files import (
+    ANSWER_FILES,
+    FILES,
+    FORMAT,
+    MEDIA_FILES,
+    MEDIA_SETTINGS,
+    CorpusManifest,
+    TokenKind,
+)
 from superstep.data.token_writer import hold_out, publish
 from superstep.data.tokenizer import Tokenizer
 
@@ -38,6 +46,7 @@ class AnswerFiles:
         sequence_tokens: of the packed sequences.
         packed: whether several may share one.
         kind: of an item: one conversation, or the two of a preference.
+        media: how pictures or sounds are read, as JSON; None for conversations of text.
 
     Attributes:
         dropped: number of conversations that were too long and are left out.
@@ -45,13 +54,22 @@ class AnswerFiles:
     """
 
     def __init__(
-        self, folder: Path, tokenizer: Tokenizer, sequence_tokens: int, *, packed: bool, kind: TokenKind
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        sequence_tokens: int,
+        *,
+        packed: bool,
+        kind: TokenKind,
+        media: str | None = None,
     ) -> None:
         self.folder = folder
         self._tokenizer = tokenizer
         self._sequence_tokens = sequence_tokens
         self._packed = packed
         self._kind = kind
+        self._settings = media
+        self._media: dict[SplitName, list[str]] = {split: [] for split in SPLITS}
         self._dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab <= 1 << 16 else "uint32"
         self._streams: dict[str, IO[bytes]] = {}
         self._sizes: dict[SplitName, array[int]] = {split: array("q") for split in SPLITS}
@@ -82,10 +100,15 @@ class AnswerFiles:
             self._streams[name] = stack.enter_context(self.path(name).open("wb"))
 
     def append(
-        self, number: int, item: Sequence[tuple[Sequence[int], bytes]], fraction: float, answer_bytes: int
+        self,
+        number: int,
+        item: Sequence[tuple[Sequence[int], bytes]],
+        fraction: float,
+        answer_bytes: int,
+        media: str = "[]",
     ) -> None:
         """Write an item: conversations that stay in one sequence, each with its ids and marks. The hash of the record's
-        number decides whether it is held out.
+        number decides whether it is held out. ``media`` lists the pictures or sounds of the item, as JSON.
         """
         split: SplitName = "validation" if hold_out([number], fraction)[0] else "train"
         for ids, marks in item:
@@ -93,6 +116,8 @@ class AnswerFiles:
             self._streams[f"{split}.marks"].write(marks)
             self._sizes[split].append(len(ids))
         self._items[split].append(len(item))
+        if self._settings is not None:
+            self._media[split].append(media)
         self._answer_bytes += answer_bytes
 
     def hold_out_one(self) -> None:
@@ -100,6 +125,8 @@ class AnswerFiles:
         if self.items("validation") or self.items("train") < 2:
             return
         count = self._items["train"].pop()
+        if self._settings is not None:
+            self._media["validation"].append(self._media["train"].pop())
         sizes = [self._sizes["train"].pop() for _ in range(count)][::-1]
         self._items["validation"].append(count)
         self._sizes["validation"].extend(sizes)
@@ -176,14 +203,24 @@ class AnswerFiles:
         )
         self.path("corpus.json").write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
 
+    def _write_media(self, settings: str) -> None:
+        for split, lines in self._media.items():
+            self.path(f"{split}.media").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        self.path(MEDIA_SETTINGS).write_text(settings, encoding="utf-8")
+
     def publish(self) -> None:
         """Rename all files."""
         for name in HEAPS:
             self.path(name).unlink()
-        publish(self.folder, (*ANSWER_FILES, *FILES), _PARTIAL)
+        if self._settings is not None:
+            self._write_media(self._settings)
+        for name in MEDIA_FILES:  # of an earlier preparation
+            (self.folder / name).unlink(missing_ok=True)
+        media = () if self._settings is None else MEDIA_FILES
+        publish(self.folder, (*media, *ANSWER_FILES, *FILES), _PARTIAL)
 
     def discard(self) -> None:
-        for name in (*HEAPS, *ANSWER_FILES, *FILES):
+        for name in (*HEAPS, *MEDIA_FILES, *ANSWER_FILES, *FILES):
             with suppress(OSError):  # called after another failure
                 self.path(name).unlink()
 

@@ -48,6 +48,10 @@ ANSWER_FILES = (
 )
 """Additional files of prepared conversations; ``chat.json`` describes their rendering."""
 
+MEDIA_SETTINGS = "media.json"
+MEDIA_FILES = ("train.media", "validation.media", MEDIA_SETTINGS)
+"""Additional files of prepared conversations with pictures or sounds."""
+
 FORMAT = 1
 """Changes with the format, so that files of an older format are made again."""
 

@@ -111,7 +111,7 @@ class ProposedData:
 
     source: str | None = None
     """A Python file of your own, instead of text: its functions `length(split)` and `sample(split, index, noise)` give
-    named tensors, such as pixels and a class number, for the model of `model.source`.
+    named tensors, such as pixels and a class number. Or a folder of conversations that `superstep tune sft` prepared.
     """
     corpus: tuple[str, ...] = ()
     """Text files, folders, .jsonl or .parquet files; none means the text of Python's standard library."""
@@ -123,6 +123,8 @@ class ProposedData:
     """What to do with a record whose text is null: skip and count it, or refuse the corpus."""
     sequence_tokens: int | None = None
     """Tokens in a sequence; none takes 1024, 512 in reinforcement learning, or the model's own limit if it is less."""
+    media_tokens: int | None = None
+    """Tokens of a row that may stand for pictures or sounds of conversations; none means all of them."""
     packed: bool = True
     """True cuts one stream of documents into full sequences; false pads each document's own sequences."""
     document_mask: bool = False

@@ -17,6 +17,11 @@ NUMBER = ".sample"
 """The end of a field's name, such as ``mel.sample``, that numbers the samples of a row."""
 
 
+def is_prepared_folder(source: str | None) -> bool:
+    """Whether a ``data.source`` names a folder of prepared conversations, and not a Python file."""
+    return source is not None and not source.endswith(".py")
+
+
 @dataclass(frozen=True, slots=True)
 class Field:
     """A field of every sample of a run.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from superstep.cost.program.time.operation import UnitOperations
-from superstep.data.samples.source import describe_rows, open_source, stream_of
+from superstep.data.sources.source import describe_rows, open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.observe.goodput import sum_spent_s
 from superstep.plan.config_io import read_config

@@ -8,7 +8,7 @@ from superstep.cost.program.memory.snapshot_memory import snapshot_bytes
 from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.predict import predict
 from superstep.cost.program.time.prediction_file import PredictedFrom, write_predicted_from
-from superstep.data.samples.source import open_source, unigram_nats
+from superstep.data.sources.source import open_source, unigram_nats
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.launch.ranks import World
 from superstep.observe.events import RunStarted

@@ -8,18 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from superstep.data.preparation.prepare import is_prepared, prepare
-from superstep.data.samples.sample_file import check_pure, open_samples
+from superstep.data.samples.sample_file import check_pure
+from superstep.data.sources.source import open_any_samples
 from superstep.data.token_files import is_whole
-from superstep.plan.config import RunConfig
 from superstep.plan.resolution.resolve import Resolved
+from superstep.plan.sample_fields import is_prepared_folder
 from superstep.train.run_folder import run_directory
-from superstep.train.run_folder.run_paths import RunFolder
+from superstep.train.run_folder.run_paths import RunFolder, tokens_folder
 from superstep.train.weights.model import vocab_of
-
-
-def tokens_folder(config: RunConfig, root: Path) -> Path:
-    """The folder of token files of the run in ``root``."""
-    return Path(config.data.cache) if config.data.cache else root / "data"
 
 
 def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: Callable[[Path], object]) -> Path:
@@ -33,7 +29,11 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
     """
     if run.config.data.source is not None:
         return prepare_samples(run.config.data.source, run.config.train.seed)
-    kept = tokens_folder(run.config, folder.root)
+    return fill_folder(tokens_folder(run.config, folder.root), checkpoint, make)
+
+
+def fill_folder(kept: Path, checkpoint: Path | None, make: Callable[[Path], object]) -> Path:
+    """The folder of token files, made or opened; the other arguments are those of ``tokens_in``."""
     if checkpoint is None or not is_whole(kept):
         make(kept)
     if checkpoint is not None:
@@ -42,8 +42,10 @@ def tokens_in(run: Resolved, folder: RunFolder, checkpoint: Path | None, make: C
 
 
 def prepare_samples(source: str, seed: int) -> Path:
-    """The file of samples, some of which are read twice; raises as ``check_pure``."""
-    check_pure(open_samples(source), seed)
+    """The file of samples, some of which are read twice; or the folder of conversations. Raises as ``check_pure``."""
+    samples = open_any_samples(source)
+    if not is_prepared_folder(source):
+        check_pure(samples, seed)
     return Path(source)
 
 

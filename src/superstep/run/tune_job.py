@@ -12,8 +12,8 @@ from superstep.run.console import Console
 from superstep.run.job import TrainJob
 from superstep.run.launch_rules import OWN, Launcher
 from superstep.run.prepare_job import RunKind, prepare_job
-from superstep.run.tokens import tokens_in
-from superstep.train.run_folder.run_paths import RunFolder
+from superstep.run.tokens import fill_folder
+from superstep.train.run_folder.run_paths import RunFolder, tokens_folder
 from superstep.train.weights.model import resolve_config, vocab_of
 from superstep.tune.config import TuneConfig, check_recipe
 from superstep.tune.dpo import make_dpo
@@ -58,7 +58,8 @@ def prepare_tune_job(
 
     def tokens(run: Resolved, folder: RunFolder, checkpoint: Path | None) -> Path:
         wanted = Conversations(run.config, config.sft, vocab_of(run), kind)
-        return tokens_in(run, folder, checkpoint, lambda kept: make(wanted, kept, folder))
+        kept = tokens_folder(run.config, folder.root)
+        return fill_folder(kept, checkpoint, lambda kept: make(wanted, kept, folder))
 
     return prepare_job(
         run,

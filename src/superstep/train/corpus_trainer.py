@@ -10,7 +10,7 @@ from pathlib import Path
 
 from superstep.data.batch import Batch, BatchSource, SplitName
 from superstep.data.prefetch import Prefetcher
-from superstep.data.samples.source import DataStream, bytes_per_token, check_kind, open_source, stream_of
+from superstep.data.sources.source import DataStream, bytes_per_token, check_kind, open_source, stream_of
 from superstep.engine.engine import StepResult
 from superstep.engine.instruction_timer import Recorder, recorder_for
 from superstep.engine.router_counts import RoutingResult

@@ -5,14 +5,16 @@
     {"prompt": [{"role": "user", ...}], "completion": [{"role": "assistant", ...}]}
     {"prompt": ..., "chosen": ..., "rejected": ...}                               two answers, for preferences
 
-An assistant's message may have ``"weight": 0``, as in OpenAI's fine-tuning files: it is context and not learnt.
+Content in parts may have pictures or sounds (``media_parts``). An assistant's message may have ``"weight": 0``, as in
+OpenAI's fine-tuning files: it is context and not learnt.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from superstep.data.preparation.corpus import objects
@@ -32,12 +34,14 @@ class Conversation:
         messages: as in OpenAI's chat completions.
         tools: that the model may call.
         learnt: for each message, whether it is an answer to learn.
+        folder: of the record's file.
     """
 
     where: str
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     learnt: tuple[bool, ...]
+    folder: Path = Path()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,11 @@ def record_of(fields: RecordFields) -> Record:
     Raises:
         DataError: it has none of the forms.
     """
+    record = _parse(fields)
+    return replace(record, folder=fields.folder) if isinstance(record, Conversation) else record
+
+
+def _parse(fields: RecordFields) -> Record:
     where, values = fields.where, {name: value for name, value in fields.values.items() if value is not None}
     if "messages" in values:
         messages = _messages(values["messages"], "messages", where)

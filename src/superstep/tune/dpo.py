@@ -22,7 +22,7 @@ from torch import Tensor
 
 from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.preparation.prepare import stamp
-from superstep.data.samples.source import DataStream
+from superstep.data.sources.source import DataStream
 from superstep.data.token_files import open_corpus
 from superstep.data.token_stream import TokenStream, stream_of
 from superstep.errors import DataError, Fault

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from superstep.data.token_files import open_corpus
-from superstep.data.token_stream import stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import resolve_config
 
@@ -18,7 +17,7 @@ def length_of(epochs: float | None) -> Callable[[Resolved, Path], Resolved] | No
 
     def lengthen(run: Resolved, corpus: Path) -> Resolved:
         assert epochs is not None, "it counts passes"
-        sequences = stream_of(run.config, open_corpus(corpus), "train").sequences
+        sequences = stream_of(run.config, open_source(corpus), "train").sequences
         # A rounding error of the product adds no step.
         steps = max(1, math.ceil(epochs * sequences / run.config.train.batch_sequences - 1e-9))
         return resolve_config(replace(run.config, train=replace(run.config.train, steps=steps)))

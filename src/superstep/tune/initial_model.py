@@ -8,7 +8,8 @@ from pathlib import Path
 from superstep.errors import ConfigError
 from superstep.plan.config import ModelConfig, RunConfig
 from superstep.plan.config_io import read_config
-from superstep.train.run_folder.run_paths import RunFolder
+from superstep.plan.model.multimodal.families import find_shape
+from superstep.train.run_folder.run_paths import RunFolder, tokens_folder
 from superstep.tune.config import USUAL_TOKENS, TuneConfig, read_recipe
 from superstep.tune.recipe import RECIPE, run_with, start_folder
 
@@ -38,7 +39,7 @@ def run_of(config: TuneConfig) -> RunConfig:
                 f"{name} = {now!r}, and the run in state.dir = '{folder.root}' was started with {was!r}; it cannot "
                 "change within a run. Set it back, or name another --state.dir."
             )
-    return run_with(config, run.model, config.data.tokenizer or run.data.tokenizer, USUAL_TOKENS)
+    return _run_on(config, run.model, config.data.tokenizer or run.data.tokenizer)
 
 
 def start_from(config: TuneConfig) -> RunConfig:
@@ -59,4 +60,19 @@ def start_from(config: TuneConfig) -> RunConfig:
             "false for one conversation in each sequence."
         )
     model = ModelConfig(name=str(folder / "config.json"), weights=str(folder))
-    return run_with(config, model, config.data.tokenizer or str(folder / "tokenizer.json"), USUAL_TOKENS)
+    return _run_on(config, model, config.data.tokenizer or str(folder / "tokenizer.json"))
+
+
+def _run_on(config: TuneConfig, model: ModelConfig, tokenizer: str | None) -> RunConfig:
+    """The run of a recipe on a model. Conversations of one that reads more than text are samples."""
+    shape = find_shape(model)
+    if shape is None:
+        return run_with(config, model, tokenizer, USUAL_TOKENS)
+    if not config.data.packed:
+        raise ConfigError(
+            f"data.packed = false with start = '{config.start}': conversations with pictures or sounds are packed, and "
+            "kept apart; leave it out."
+        )
+    run = run_with(config, model, tokenizer, USUAL_TOKENS, shape.decoder)
+    prepared = tokens_folder(run, Path(config.state.dir))
+    return replace(run, data=replace(run.data, source=str(prepared), document_mask=False))

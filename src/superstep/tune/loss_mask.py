@@ -15,9 +15,11 @@ tokens up to the one that ends the turn are learnt; the model never produces wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from pathlib import Path
 
+from superstep.data.sources.media_input import Medium, count_rows
 from superstep.data.tokenizer import Tokenizer
 from superstep.errors import ConfigError, DataError
 from superstep.serve.text.chat_template import Chat, ChatPrefix, ChatTemplate
@@ -25,6 +27,7 @@ from superstep.serve.text.chat_tokens import ChatEncoder, Part
 from superstep.serve.text.control_token_guard import Marks
 from superstep.tune.config import History
 from superstep.tune.conversation_records import Completion, Conversation, Record, record_error
+from superstep.tune.media_parts import WORDS, ConversationMedia
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +38,38 @@ class TokenizedConversation:
         ids: of the whole conversation.
         is_answer: for each id 1 where it is learnt, 0 elsewhere.
         answer_bytes: of the learnt text.
+        media: its pictures or sounds.
+        places: of each of them the first id, and one past the last one.
     """
 
     ids: tuple[int, ...]
     is_answer: bytes
     answer_bytes: int
+    media: tuple[Medium, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def media_tokens(self) -> int:
+        """Ids that stand for pictures or sounds."""
+        return sum(stop - start for start, stop in self.places)
+
+    def cut(self, size: int, media_tokens: int) -> TokenizedConversation:
+        """Its first ids: at most ``size``, and at most ``media_tokens`` of pictures or sounds. None of these is cut or
+        has the last id.
+        """
+        ends = accumulate(stop - start for start, stop in self.places)
+        size = min([size, *(start for (start, _), end in zip(self.places, ends, strict=True) if end > media_tokens)])
+        for start, stop in reversed(self.places):
+            if start < size <= stop:
+                size = start
+        kept = sum(stop < size for _, stop in self.places)
+        return replace(
+            self,
+            ids=self.ids[:size],
+            is_answer=self.is_answer[:size],
+            media=self.media[:kept],
+            places=self.places[:kept],
+        )
 
 
 class Masker:
@@ -50,18 +80,25 @@ class Masker:
         tokenizer: of the model.
         ends: ids that are known to end the model's answers.
         history: what to do where a template renders earlier turns differently later.
+        media: reads pictures and sounds; None for text alone.
 
     Attributes:
         ends: ids that have ended answers so far.
     """
 
     def __init__(
-        self, template: ChatTemplate, tokenizer: Tokenizer, ends: Sequence[int] = (), history: History = "refuse"
+        self,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        ends: Sequence[int] = (),
+        history: History = "refuse",
+        media: ConversationMedia | None = None,
     ) -> None:
         self._encoder = ChatEncoder(template, tokenizer)
         self._tokenizer = tokenizer
         self._known_ends = self._encoder.special | set(ends)
         self._history = history
+        self._media = media or ConversationMedia(None, Path())
         self.ends: set[int] = set()
 
     def samples(self, record: Record) -> list[TokenizedConversation]:
@@ -102,6 +139,12 @@ class Masker:
         self.ends.add(end)
         if not prompt_ids:  # a prediction needs a token before it
             prompt_ids = [end]
+        if self._media.reads is not None and self._media.reads.token in (*prompt_ids, *completion_ids):
+            raise record_error(
+                record.where,
+                f"spells the token {self._media.reads.token}, which stands for a {WORDS[self._media.reads.kind]}",
+                "leave it out, or give messages with parts",
+            )
         return _sample([(prompt_ids, False), ([*completion_ids, end], True)], len(record.completion.encode()))
 
     def _template_input(self, record: Conversation) -> tuple[Chat, list[ChatPrefix]]:
@@ -111,7 +154,8 @@ class Masker:
         if answers[0] == 0:
             raise record_error(record.where, "begins with an answer, to nothing", "put a message of the user before it")
         turns = [turn for k in answers for turn in (ChatPrefix(k, is_open=True), ChatPrefix(k + 1, is_open=False))]
-        return Chat(messages=record.messages, tools=record.tools), turns
+        shown = self._media.show(record)
+        return Chat(messages=shown, tools=record.tools, parts=self._media.kinds), turns
 
     def _mask_conversation(
         self, record: Conversation, texts: Sequence[str], marks: Marks
@@ -159,7 +203,23 @@ class Masker:
             self.ends.add(ids[end - 1])
             answer_bytes += len(self._tokenizer.decode(ids[: end - 1]).encode())
             parts += [(ids[:end], True), (ids[end:], False)]
-        return _sample(parts, answer_bytes)
+        return self._place_media(record, _sample(parts, answer_bytes), chain[-1][0])
+
+    def _place_media(self, record: Conversation, sample: TokenizedConversation, last: int) -> TokenizedConversation:
+        """The sample with as many tokens as each picture or sound of the messages up to ``last`` has, not one."""
+        reads = self._media.reads
+        if reads is None:
+            return sample
+        media, shown = self._media.measure(record, last + 1), sample.ids.count(reads.token)
+        if shown != len(media):
+            word = WORDS[reads.kind]
+            raise record_error(
+                record.where,
+                f"has {len(media)} {word}{'s' * (len(media) != 1)}, and as the chat template shows it {shown} of the "
+                f"tokens {reads.token} that stand for one",
+                "give a template that shows each once (sft.template)",
+            )
+        return expand(sample, reads.token, media, [count_rows(medium) // reads.rows for medium in media])
 
     def _end_of_turn(self, record: Conversation, number: int, parts: list[Part]) -> int:
         """The number of an answer's ids up to the one that ends it."""
@@ -200,6 +260,20 @@ class Masker:
                     f"has {word}, which the chat template does not show",
                     "give one that does (sft.template)",
                 )
+
+
+def expand(
+    sample: TokenizedConversation, token: int, media: Sequence[Medium], counts: Sequence[int]
+) -> TokenizedConversation:
+    """A sample whose k-th token of a sort is repeated ``counts[k]`` times, and never learnt."""
+    ids, marks, places, left = list[int](), bytearray(), list[tuple[int, int]](), iter(counts)
+    for id_, is_answer in zip(sample.ids, sample.is_answer, strict=True):
+        count = next(left) if id_ == token else 1
+        if id_ == token:
+            places.append((len(ids), len(ids) + count))
+        ids += [id_] * count
+        marks += bytes([is_answer and id_ != token]) * count
+    return replace(sample, ids=tuple(ids), is_answer=bytes(marks), media=tuple(media), places=tuple(places))
 
 
 def _answers(record: Conversation) -> list[int]:

@@ -18,6 +18,7 @@ from superstep.data.preparation.corpus import source_files
 from superstep.data.preparation.corpus_checks import refuse_settings
 from superstep.data.preparation.prepare import PrepareProgress, Report, source_bytes, stamp, writing
 from superstep.data.preparation.prepare_lock import ignore_line, take_turn
+from superstep.data.sources.conversations import MediaSettings, read_settings
 from superstep.data.token_files import FORMAT, Corpus, TokenKind, is_whole, open_corpus
 from superstep.data.tokenizer import Tokenizer, load_tokenizer
 from superstep.errors import ConfigError, DataError
@@ -28,6 +29,7 @@ from superstep.tune.chat_template import template_of
 from superstep.tune.config import SftConfig
 from superstep.tune.conversation_records import preferences, record_error, records
 from superstep.tune.loss_mask import Masker, TokenizedConversation
+from superstep.tune.media_parts import ConversationMedia
 
 T = TypeVar("T")
 
@@ -113,6 +115,11 @@ class Conversations:
         refuse_settings(self.run.data)
         if not self.run.data.corpus:
             raise ConfigError("data.corpus is empty; name .jsonl or .parquet files of conversations.")
+        if self.kind == "dpo" and self._reads_media:
+            raise ConfigError(
+                f"start = '{Path(self.run.model.name).parent}' reads more than text, and superstep tune dpo learns "
+                "from text alone; name a decoder of text, or use superstep tune sft."
+            )
         if self.kind == "dpo" and self.sft.too_long == "truncate":
             raise ConfigError(
                 'sft.too_long = "truncate" would cut one answer of a preference and leave the other; set it to '
@@ -145,12 +152,22 @@ class Conversations:
             *(FORMAT, self.kind, template.sources, template.special, self._shaping()),
             *(self._ends(), stamp(Path(str(data.tokenizer))), data.sequence_tokens, data.packed),
             *(data.validation_fraction, inputs),
+            *([asdict(self._media_settings())] if self._reads_media else []),
         ]
         return hashlib.sha256(json.dumps(shaped_by).encode()).hexdigest()
 
     def _shaping(self) -> dict[str, object]:
         """Settings that tokens depend on, without the template, which is hashed by its text."""
         return {name: value for name, value in asdict(replace(self.sft, template=None)).items() if name != "epochs"}
+
+    @property
+    def _reads_media(self) -> bool:
+        """Whether the model reads pictures or sounds."""
+        return self.run.data.source is not None
+
+    def _media_settings(self) -> MediaSettings:
+        data = self.run.data
+        return read_settings(self.run.model, data.sequence_tokens, data.media_tokens)
 
     def _ends(self) -> tuple[int, ...]:
         return ends_of_text(Path(self.run.model.name).parent)
@@ -159,14 +176,22 @@ class Conversations:
         self, folder: Path, tokenizer: Tokenizer, template: ChatTemplate, fingerprint: str, report: Report
     ) -> None:
         data = self.run.data
-        masker = Masker(template, tokenizer, self._ends(), self.sft.history)
-        files = AnswerFiles(folder, tokenizer, data.sequence_tokens, packed=data.packed, kind=KINDS[self.kind])
+        settings = self._media_settings() if self._reads_media else None
+        reads = None if settings is None else settings.open_input(str(Path(self.run.model.name).parent))
+        masker = Masker(template, tokenizer, self._ends(), self.sft.history, ConversationMedia(reads, folder))
+        written = None if settings is None else json.dumps(asdict(settings), indent=2) + "\n"
+        is_packed = data.packed and settings is None  # samples are packed as they are read
+        files = AnswerFiles(
+            folder, tokenizer, data.sequence_tokens, packed=is_packed, kind=KINDS[self.kind], media=written
+        )
         with writing(files, data):
             with ExitStack() as stack:
                 files.open(stack)
                 for number, item in self._items(masker, files, report):
                     parts = [(sample.ids, sample.is_answer) for sample in item]
-                    files.append(number, parts, data.validation_fraction, sum(sample.answer_bytes for sample in item))
+                    answer_bytes = sum(sample.answer_bytes for sample in item)
+                    media = json.dumps([(medium.path, medium.size) for medium in item[0].media])
+                    files.append(number, parts, data.validation_fraction, answer_bytes, media)
                 files.hold_out_one()
             for split in ("train", "validation"):
                 if not files.items(split):
@@ -213,9 +238,11 @@ class Conversations:
     ) -> list[TokenizedConversation] | None:
         """A unit cut to a sequence, if it fits; a sample takes one place less than it has tokens."""
         room, needed = self.run.data.sequence_tokens, sum(len(sample.ids) - 1 for sample in item)
-        if needed <= room:
+        media_room = self.run.data.media_tokens or room
+        if needed <= room and item[0].media_tokens <= media_room:
             return item
         if self.sft.too_long == "refuse":
+            refuse_large_media(item[0], where, media_room)
             what = f"{len(item[0].ids)} tokens" if len(item) == 1 else f"two answers of {needed} tokens together"
             raise record_error(
                 where,
@@ -223,12 +250,29 @@ class Conversations:
                 f'set data.sequence_tokens to {needed} or more, or sft.too_long to "drop"'
                 + (' or "truncate"' if len(item) == 1 else ""),
             )
-        cut = replace(item[0], ids=item[0].ids[: room + 1], is_answer=item[0].is_answer[: room + 1])
+        cut = item[0].cut(room + 1, media_room)
         if self.sft.too_long == "drop" or not any(cut.is_answer):
             files.dropped += 1
             return None
         files.truncated += 1
         return [cut]
+
+
+def refuse_large_media(sample: TokenizedConversation, where: str, room: int) -> None:
+    """Check that the pictures or sounds of a conversation fit in a row; raises DataError otherwise."""
+    counts = [stop - start for start, stop in sample.places]
+    if sum(counts) <= room:
+        return
+    largest = max(range(len(counts)), key=counts.__getitem__)
+    if counts[largest] > room:
+        what, mend = f"'{sample.media[largest].path}', which takes {counts[largest]} tokens", "make it smaller"
+    else:
+        what, mend = f"pictures or sounds of {sum(counts)} tokens together", "cut the conversation"
+    raise record_error(
+        where,
+        f"has {what}, and a row has room for {room} of them",
+        f"{mend}, or raise data.media_tokens or data.sequence_tokens",
+    )
 
 
 def _several(every: Iterable[T]) -> Iterator[list[T]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from superstep.errors import ConfigError, StateError
 from superstep.plan.config import DataConfig, ModelConfig, ProposedRun, RunConfig, TrainConfig
 from superstep.plan.config_io import build, literal, read_config, read_tables, write_fields
+from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.lookup import shape_of
 from superstep.train.run_folder.run_paths import RunFolder
 from superstep.train.weights.weights_folder import weights_of
@@ -83,12 +84,19 @@ def start_folder(start: str) -> Path:
     return folder
 
 
-def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, usual_tokens: int) -> RunConfig:
+def run_with(
+    proposed: ProposedRun,
+    model: ModelConfig,
+    tokenizer: str | None,
+    usual_tokens: int,
+    decoder: ModelShape | None = None,
+) -> RunConfig:
     """A proposed run, with its initial model.
 
     Args:
         tokenizer: the model's.
         usual_tokens: default sequence length, at most the model's.
+        decoder: the shape of the model's decoder; None for that of the model's section.
 
     Raises:
         ConfigError: the model cannot be trained.
@@ -100,7 +108,7 @@ def run_with(proposed: ProposedRun, model: ModelConfig, tokenizer: str | None, u
         )
     tokens = proposed.data.sequence_tokens
     if tokens is None:
-        tokens = min(usual_tokens, shape_of(model).max_tokens)
+        tokens = min(usual_tokens, (decoder or shape_of(model)).max_tokens)
     sections = {each.name: getattr(proposed, each.name) for each in fields(RunConfig)}
     data = {each.name: getattr(proposed.data, each.name) for each in fields(DataConfig)}
     data |= {"tokenizer": tokenizer, "sequence_tokens": tokens}

@@ -71,5 +71,9 @@ def _check_own(config: RunConfig) -> None:
     source = Path(config.model.source or "")
     if read_multimodal(config) is None and not source.is_file():
         raise ConfigError(f"model.source = '{source}' is not a Python file; name one, such as my_model.py.")
-    if config.data.source is not None and not Path(config.data.source).is_file():
-        raise ConfigError(f"data.source = '{config.data.source}' is not a Python file; name one, such as my_data.py.")
+    data = config.data.source
+    if data is not None and not Path(data).is_file() and not (Path(data) / "corpus.json").is_file():
+        raise ConfigError(
+            f"data.source = '{data}' is not a Python file; name one, such as my_data.py, or a folder of conversations "
+            "that superstep tune sft prepared."
+        )

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from superstep.cli.arguments.tune import tune, tune_merge, tune_serve
 from superstep.cli.launcher import launcher
+from superstep.plan.model.multimodal.families import has_own_units
+from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.resolve import resolve
 from superstep.run.hosts.hosts import Hosts
 from superstep.run.launch_rules import check_launch
@@ -23,7 +25,10 @@ def check_tune(kind: tune.Kind, config: TuneConfig) -> None:
     check_recipe(kind, config)
     run = run_of(config)
     check_launch(run, 1, launcher())
-    run_directory.choose(resolve(run))
+    if has_own_units(run.model):
+        check_ranges(run)
+    else:
+        run_directory.choose(resolve(run))
 
 
 def check_rewards(recipe: RlRecipe, hosts: Hosts | None = None) -> None:

@@ -11,7 +11,7 @@ from superstep.comm.device import pick
 from superstep.cost.program.time.op_prices import MeasuredMachine
 from superstep.cost.program.time.predict import Prediction, predict
 from superstep.data.samples.ragged_rows import pack_rows
-from superstep.data.samples.sample_file import open_samples
+from superstep.data.sources.source import open_any_samples
 from superstep.engine.measure.probe_machine import measure
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text, seconds_text
@@ -70,7 +70,7 @@ def _count_pictures(config: RunConfig) -> list[Pictures]:
     """Of each encoder's field, from the first samples."""
     if config.data.source is None:
         return []
-    samples = open_samples(config.data.source)
+    samples = open_any_samples(config.data.source)
     if samples.size is None:
         return []
     sizes = [samples.measure("train", index) for index in range(min(SAMPLES, samples.lengths["train"]))]

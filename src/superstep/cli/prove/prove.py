@@ -18,7 +18,7 @@ from superstep.cli.prove.faults import prove_faults
 from superstep.cli.prove.served import prove_served
 from superstep.cli.prove.within_tolerance import prove_layouts, prove_on_emulated, prove_one
 from superstep.comm.device import choose
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.errors import ConfigError
 from superstep.plan.resolution.resolve import Resolved
 from superstep.run.memory_check import require_fit_on_emulated_gpus

@@ -33,11 +33,12 @@ class TextRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordFields:
-    """A whole record, its place, and the approximate bytes that it was read from."""
+    """A whole record, its place, the approximate bytes that it was read from, and the folder of its file."""
 
     where: str
     values: dict[str, Any]
     read_bytes: int
+    folder: Path = Path()
 
 
 def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[TextRecord]:
@@ -54,7 +55,7 @@ def json_lines(path: Path, encoding: Encoding, text_field: str) -> Iterator[Text
 def json_objects(path: Path, encoding: Encoding) -> Iterator[RecordFields]:
     """The object of each line that is not blank; raises as ``json_lines`` does."""
     for decoded, where, read_bytes in _decode_lines(path, encoding):
-        yield RecordFields(where, _object_of_line(decoded, where), read_bytes)
+        yield RecordFields(where, _object_of_line(decoded, where), read_bytes, path.parent)
 
 
 def _decode_lines(path: Path, encoding: Encoding) -> Iterator[tuple[str, str, int]]:
@@ -118,7 +119,7 @@ def parquet_objects(path: Path) -> Iterator[RecordFields]:
     with _parquet(path) as table:
         for block, first, per_row in _blocks(path, table, None):
             for row, values in enumerate(block.to_pylist(), first):
-                yield RecordFields(f"{path} row {row}", values, per_row)
+                yield RecordFields(f"{path} row {row}", values, per_row, path.parent)
 
 
 @contextmanager

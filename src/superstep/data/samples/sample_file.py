@@ -55,8 +55,8 @@ class SampleFile:
     path: Path
     lengths: Mapping[SplitName, int]
     fields: SampleFields
-    function: Callable[[str, int, np.random.Generator], Sample]
-    size: Callable[[str, int], object] | None = None
+    function: Callable[[SplitName, int, np.random.Generator], Sample]
+    size: Callable[[SplitName, int], object] | None = None
 
     def read(self, split: SplitName, index: int, *, seed: int, epoch: int) -> Sample:
         """A sample of an epoch.

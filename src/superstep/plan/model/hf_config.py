@@ -100,7 +100,8 @@ def from_hf_config(path: Path) -> ModelShape:
         if str(model_type) in MORE_THAN_TEXT:
             raise ConfigError(
                 f"{path}: model_type = '{model_type}' reads {MORE_THAN_TEXT[str(model_type)]}: superstep train and "
-                "prove take it, with the samples of data.source; other commands take a decoder of text."
+                "prove take it, with the samples of data.source, and superstep tune sft, with conversations; other "
+                "commands take a decoder of text."
             )
         other = OTHER_LAYERS.get(str(model_type))
         why = f"has {other}, which Superstep can neither train nor price" if other else "is not supported"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from superstep.errors import ConfigError
 from superstep.plan.config import DataConfig, RunConfig
 from superstep.plan.model.multimodal.families import has_own_units
+from superstep.plan.sample_fields import is_prepared_folder
 
 OF_TEXT = {
     "corpus": "names text",
@@ -14,6 +15,7 @@ OF_TEXT = {
     "sequence_tokens": "cuts text into sequences",
     "packed": "packs documents of text",
     "document_mask": "masks documents of text",
+    "media_tokens": "is of conversations",
     "validation_fraction": "holds out documents of text",
     "cache": "keeps token files",
 }
@@ -27,6 +29,7 @@ def check_samples(config: RunConfig) -> None:
         ConfigError: names the first field that has no meaning there.
     """
     source = config.data.source
+    _check_media_tokens(config)
     if source is None:
         return
     if not has_own_units(config.model):
@@ -36,7 +39,7 @@ def check_samples(config: RunConfig) -> None:
         )
     about = f"and the samples of data.source = '{source}' are no text; "
     default = DataConfig()
-    for name, what in OF_TEXT.items():
+    for name, what in () if is_prepared_folder(source) else OF_TEXT.items():
         value = getattr(config.data, name)
         if value != getattr(default, name):
             raise ConfigError(f"data.{name} = {_text(value)} {what}, {about}leave it out.")
@@ -47,6 +50,23 @@ def check_samples(config: RunConfig) -> None:
         )
     if config.observe.sample is not None:
         raise ConfigError(f"observe.sample = '{config.observe.sample}' is a prompt of text, {about}leave it out.")
+
+
+def _check_media_tokens(config: RunConfig) -> None:
+    """Check that a row has room for its pictures or sounds, where it may hold any."""
+    room, tokens, source = config.data.media_tokens, config.data.sequence_tokens, config.data.source
+    if room is None or (source is not None and not is_prepared_folder(source)):
+        return
+    if source is None:
+        raise ConfigError(
+            f"data.media_tokens = {room} is of conversations with pictures or sounds, and model.name = "
+            f"'{config.model.name}' reads text alone; leave it out."
+        )
+    if not 1 <= room <= tokens:
+        raise ConfigError(
+            f"data.media_tokens = {room} must be at least 1 and at most data.sequence_tokens = {tokens}: it is a part "
+            "of a row."
+        )
 
 
 def _text(value: object) -> str:

@@ -30,15 +30,19 @@ MOST_DEPTH = 64
 """Nesting of objects; templates and JSON readers are recursive."""
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], parts: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Convert messages for a template.
+
+    Args:
+        messages: as in OpenAI's API.
+        parts: sorts of parts that stay, in content that has any.
 
     Raises:
         ConfigError: the message names the field, its value, the rule and what would work.
     """
     if not messages:
         raise ConfigError("messages is empty; give at least one message.")
-    return [_plain(message, f"messages[{k}]") for k, message in enumerate(messages)]
+    return [_plain(message, f"messages[{k}]", parts) for k, message in enumerate(messages)]
 
 
 def check_value(value: object, where: str, depth: int = 0) -> None:
@@ -65,7 +69,7 @@ def check_value(value: object, where: str, depth: int = 0) -> None:
         raise ConfigError(f"{where} is of type {type(value).__name__}; give text, numbers, lists and objects.")
 
 
-def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], where: str, parts: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ConfigError(f"{where} is of type {type(message).__name__}; give an object with role and content.")
     role = message.get("role")
@@ -81,7 +85,8 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
     check_value(fields, where)
     plain = {field: value for field, value in fields.items() if field not in WITHOUT_EFFECT}
-    plain["content"] = _text(fields.get("content"), f"{where}.content", is_needed=not fields.get("tool_calls"))
+    if not _has_parts(fields.get("content"), parts):
+        plain["content"] = _text(fields.get("content"), f"{where}.content", is_needed=not fields.get("tool_calls"))
     if role == "assistant":
         _plain_assistant(plain, where)
     for field in ("name", "tool_call_id", "reasoning_content"):
@@ -98,6 +103,14 @@ def _plain_assistant(plain: dict[str, Any], where: str) -> None:
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{k}]") for k, call in enumerate(calls)]
     if "reasoning" in plain:
         plain.setdefault("reasoning_content", plain.pop("reasoning"))
+
+
+def _has_parts(content: object, parts: tuple[str, ...]) -> bool:
+    """Whether content is a list of parts, of which some are no text and all of a sort that stays."""
+    kinds = (
+        {part.get("type") for part in content if isinstance(part, Mapping)} if isinstance(content, list) else {"text"}
+    )
+    return not kinds <= {"text"} and kinds <= {"text", *parts}
 
 
 def _text(content: object, where: str, *, is_needed: bool) -> str:

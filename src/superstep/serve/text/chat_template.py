@@ -45,6 +45,7 @@ class Chat:
         add_generation_prompt: the prompt ends where the assistant's answer begins.
         continue_final_message: the prompt ends with the last message's text, which the model continues.
         extra: further variables of the template, such as ``enable_thinking``.
+        parts: sorts of parts beside text that content may have; a template shows such content part by part.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -52,6 +53,7 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ class ChatTemplate:
         return "tool_use" if has_tools and "tool_use" in self.sources else "default"
 
     def _variables(self, chat: Chat, source: str) -> dict[str, Any]:
-        messages = plain_messages(chat.messages)
+        messages = plain_messages(chat.messages, chat.parts)
         if "developer" not in source:  # a newer name of the same role
             messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         check_value(chat.tools, "tools")

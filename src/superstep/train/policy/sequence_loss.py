@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from superstep.data.batch import Batch, SplitName
-from superstep.data.samples.source import DataStream
+from superstep.data.sources.source import DataStream
 from superstep.numerics.sequence_losses import SequenceLossResult
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.all_or_none import Peers

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from superstep.data.batch import Batch
-from superstep.data.samples.source import open_source, stream_of
+from superstep.data.sources.source import open_source, stream_of
 from superstep.launch.ranks import World, launch_on
 from superstep.numerics.loss import IGNORE
 from superstep.plan.config import PlanConfig, RunConfig, TrainConfig

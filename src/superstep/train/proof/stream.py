@@ -19,7 +19,7 @@ import torch
 from superstep.comm.mesh import Mesh
 from superstep.data.batch import SPLITS, Batch, SplitName
 from superstep.data.samples.sample_file import SampleFile
-from superstep.data.samples.source import Source, open_source, stream_of
+from superstep.data.sources.source import Source, open_source, stream_of
 from superstep.data.token_files import Corpus
 from superstep.engine.parallel.noise import find_place
 from superstep.engine.values.microbatch import microbatches, rows

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from superstep.data.samples.sample_file import open_samples
+from superstep.data.sources.source import open_any_samples
 from superstep.errors import StateError
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.tensor_file import digest
@@ -41,7 +41,7 @@ def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     if corpus is None:
         return identity
     if run.samples is not None:
-        return identity | {SAMPLES: open_samples(corpus).digest()}
+        return identity | {SAMPLES: open_any_samples(corpus).digest()}
     return identity | {TOKENS: _sample_digest(corpus / "train.tokens")}
 
 

@@ -12,7 +12,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.config_io import read_config, write_config
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.verify import glance, newest
-from superstep.train.run_folder.run_paths import RunFolder, write_whole
+from superstep.train.run_folder.run_paths import RunFolder, tokens_folder, write_whole
 
 # Fields that may not change within a run: weights or cursor would be invalid.
 _FIXED = ("model", "data.source", "data.corpus", "data.tokenizer", "data.text_field", "data.sequence_tokens",
@@ -68,8 +68,12 @@ def _beside(run: Resolved) -> tuple[Resolved, RunFolder, None]:
     number = 2
     while Path(f"{run.config.state.dir}-{number}").exists():
         number += 1
+    before, data = Path(run.config.state.dir), run.config.data
     state = replace(run.config.state, dir=f"{run.config.state.dir}-{number}")
-    return replace(run, config=replace(run.config, state=state)), RunFolder(root=Path(state.dir)), None
+    root = Path(state.dir)
+    if data.source == str(tokens_folder(run.config, before)):  # conversations are prepared in the run's own folder
+        data = replace(data, source=str(tokens_folder(run.config, root)))
+    return replace(run, config=replace(run.config, state=state, data=data)), RunFolder(root=root), None
 
 
 def _check_same(before: RunConfig, now: RunConfig) -> None:

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from superstep.errors import disk_fault
+from superstep.plan.config import RunConfig
+
+
+def tokens_folder(config: RunConfig, root: Path) -> Path:
+    """The folder of token files of the run in ``root``."""
+    return Path(config.data.cache) if config.data.cache else root / "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

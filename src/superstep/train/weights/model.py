@@ -113,7 +113,8 @@ def flops_per_token(run: Resolved, traced: Sequence[UnitOperations] | None) -> f
 
 def vocab_of(run: Resolved) -> int:
     """The number of ids that the tokenizer may have."""
-    vocab = run.config.model.vocab if run.decoder is None else run.decoder.vocab
+    decoder = run.decoder or run.outline.decoder
+    vocab = run.config.model.vocab if decoder is None else decoder.vocab
     assert vocab is not None, "a model of the user's own is resolved with its vocabulary"
     return vocab
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from superstep.data.samples.placeholders import require_placeholders
-from superstep.data.samples.sample_file import open_samples
+from superstep.data.sources.conversations import read_input
+from superstep.data.sources.media_input import row_fields
+from superstep.data.sources.source import open_any_samples
 from superstep.engine.tracing.trace_user_model import rehearse
 from superstep.engine.values.value_shapes import example_rows
 from superstep.errors import ConfigError
@@ -24,7 +26,7 @@ from superstep.model.unit import GIVEN, Fields, UnitSpec, list_sources
 from superstep.plan.config import RunConfig
 from superstep.plan.model.attention_rule import PLAIN, AttentionRule
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.plan.sample_fields import TARGET, SampleFields
+from superstep.plan.sample_fields import TARGET, SampleFields, is_prepared_folder
 
 
 def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
@@ -42,13 +44,13 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
             "own; leave one of them out."
         )
     outline = outline_of(specs, source)
-    if outline.decoder is not None and config.data.source is not None:
-        outline = replace(outline, tokens=open_samples(config.data.source).fields.targets)
+    samples = _find_fields(config)
+    if outline.decoder is not None and samples is not None:
+        outline = replace(outline, tokens=samples.targets)
     run = resolve(config, world, outline)
     _check_compiled(run, specs)
     _check_exact_cut(run, specs)
-    if config.data.source is not None:
-        run = replace(run, samples=open_samples(config.data.source).fields)
+    run = replace(run, samples=samples)
     require_whole_groups(specs, run, source)
     rows = example_rows(run)
     between = pass_through(specs, rows, torch.float32, source)
@@ -65,6 +67,19 @@ def resolve_user_model(config: RunConfig, world: int | None) -> Resolved:
     if run.plan.mesh.tp > 1:
         rehearse(run, specs, rows, between, source)
     return run
+
+
+def _find_fields(config: RunConfig) -> SampleFields | None:
+    """The fields of the samples of ``data.source``. Conversations that are still to be prepared have those of their
+    settings.
+    """
+    source = config.data.source
+    if source is None:
+        return None
+    if not (is_prepared_folder(source) and config.data.corpus):
+        return open_any_samples(source).fields
+    tokens = config.data.sequence_tokens
+    return row_fields(read_input(config.model), tokens, config.data.media_tokens or tokens)
 
 
 def _check_compiled(run: Resolved, specs: Sequence[UnitSpec]) -> None:

@@ -59,6 +59,28 @@ def has_own_units(model: ModelConfig) -> bool:
     return model.source is not None or find_family(model) is not None
 
 
+def find_shape(model: ModelConfig) -> MultimodalShape | None:
+    """The shape of a ``[model]`` section that reads more than text; None for others. Raises as ``find_family``."""
+    family, raw = _read_family(model)
+    return None if family is None else family.read(raw, f"{model.name}: ")
+
+
+def shape_in(raw: Mapping[str, Any], place: str) -> MultimodalShape:
+    """The shape in the object of a ``config.json``.
+
+    Args:
+        raw: the object.
+        place: the file, for errors.
+
+    Raises:
+        ConfigError: it is of no such family, or does not fit.
+    """
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None:
+        raise ConfigError(f"{place}model_type = {raw.get('model_type')!r} must be one of {', '.join(FAMILIES)}.")
+    return family.read(raw, place)
+
+
 def read_multimodal(config: RunConfig) -> MultimodalShape | None:
     """The shape of a run's model, if it reads more than text.
 
@@ -72,7 +94,7 @@ def read_multimodal(config: RunConfig) -> MultimodalShape | None:
     if config.data.source is None:
         raise ConfigError(
             f"model.name = '{model.name}' reads more than text; set data.source to a Python file of samples, as in "
-            "docs/howto/pictures-in-text.md."
+            "docs/howto/pictures-in-text.md, or learn conversations by superstep tune sft."
         )
     default = ModelConfig()
     for field in fields(ModelConfig):

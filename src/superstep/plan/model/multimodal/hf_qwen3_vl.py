@@ -53,7 +53,7 @@ def read_qwen3_vl(raw: Mapping[str, Any], place: str) -> VisionLanguageShape:
     """
     keys = JsonKeys(raw, place, TOP)
     text_keys, vision_keys = keys.table("text_config"), keys.table("vision_config")
-    text, sections = _read_sections(TEXT | text_keys, f"{place}text_config.")
+    text, sections = _read_sections(text_keys, f"{place}text_config.")
     tied = keys.flag("tie_word_embeddings")
     decoder = replace(read_shape(text, "qwen3", f"{place}text_config."), tied=tied)
     vision = _read_vision(JsonKeys(vision_keys, f"{place}vision_config.", VISION), decoder.width)
@@ -71,7 +71,9 @@ def read_qwen3_vl(raw: Mapping[str, Any], place: str) -> VisionLanguageShape:
 
 def _read_sections(text: Mapping[str, Any], place: str) -> tuple[dict[str, Any], tuple[int, int, int]]:
     """The keys of a Qwen3, without those of the three dims, and the sections."""
-    plain, sections = dict(text), list(SECTIONS)
+    plain, sections = TEXT | dict(text), list(SECTIONS)
+    if "rope_theta" not in text and "rope_theta" in (text.get("rope_parameters") or {}):
+        del plain["rope_theta"]
     for name in ("rope_parameters", "rope_scaling"):
         rope = plain.get(name)
         if not isinstance(rope, dict):

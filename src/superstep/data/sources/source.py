@@ -1,4 +1,6 @@
-"""The source of a run's data: token files, or a user's file of samples; both are read as streams of batches."""
+"""The source of a run's data: token files, a user's file of samples, or conversations with pictures or sounds; all are
+read as streams of batches.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from superstep.data.batch import BatchSource, SplitName
 from superstep.data.samples.ragged_rows import write_filled
 from superstep.data.samples.sample_file import SampleFile, open_samples
 from superstep.data.samples.sample_stream import SampleStream
-from superstep.data.token_files import Corpus, open_corpus
+from superstep.data.sources.conversations import open_conversations
+from superstep.data.token_files import MEDIA_SETTINGS, Corpus, open_corpus
 from superstep.data.token_stream import stream_of as token_stream_of
 from superstep.errors import StateError
 from superstep.plan.config import RunConfig
@@ -30,12 +33,20 @@ def open_source(place: Path) -> Source:
     """Open a run's data.
 
     Args:
-        place: the folder of token files, or the file of samples.
+        place: the folder of token files or of conversations, or the file of samples.
 
     Raises:
         ConfigError, DataError: it cannot be read.
     """
-    return open_samples(place) if place.is_file() else open_corpus(place)
+    return open_any_samples(place) if place.is_file() or (place / MEDIA_SETTINGS).is_file() else open_corpus(place)
+
+
+def open_any_samples(source: str | Path) -> SampleFile:
+    """Open what ``data.source`` names: a Python file, or a prepared folder of conversations; raises as ``open_source``
+    does.
+    """
+    path = Path(source)
+    return open_conversations(path) if path.is_dir() else open_samples(path)
 
 
 def bytes_per_token(source: Source) -> float | None:
