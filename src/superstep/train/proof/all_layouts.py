@@ -16,7 +16,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import Context, PlanConfig, Recompute, Rule, RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.axes import outline_of
-from superstep.plan.model.multimodal.families import has_own_units
+from superstep.plan.model.multimodal.families import find_family, has_own_units
 from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.fill_plan import divisors
 from superstep.plan.resolution.resolve import Resolved
@@ -148,11 +148,11 @@ def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
 
 
 def _resolve_layout(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
-    has_samples = config.data.source is not None
+    has_samples, model = config.data.source is not None, config.model
     varied = replace(
         config,
         plan=plan,
-        model=replace(config.model, tied=number % 2 == 0),
+        model=model if find_family(model) is not None else replace(model, tied=number % 2 == 0),
         data=config.data if has_samples else replace(config.data, packed=number % 3 != 1),
     )
     try:
