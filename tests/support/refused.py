@@ -63,6 +63,39 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"observe__profile": (0,)}, None, ["observe.profile = 0", "steps from 1 to train.steps"]),
     ({"observe__sample": ""}, None, ["observe.sample = ''", "at least one character"]),
     ({"observe__sample": "a", "lora__rank": 2}, None, ["observe.sample = 'a'", "[lora]", "leave observe.sample out"]),
+    ({"plan__memory": "0"}, None, ["plan.memory = '0' leaves no room for anything", "leave it out for none"]),
+    ({"plan__memory": "0.0GiB"}, None, ["plan.memory = '0.0GiB' leaves no room for anything"]),
+    ({"plan__memory": "6GB"}, None, ["plan.memory = '6GB' is no size", "such as '6GiB'"]),
+    (
+        {"plan__recompute": "auto"},
+        None,
+        ["plan.recompute = 'auto' needs a limit", "set plan.memory", "'none', 'selective' or 'full'"],
+    ),
+    (
+        {"plan__kept": ("all",)},
+        None,
+        ["plan.kept with plan.recompute = 'none'", "leave plan.kept out", "plan.recompute to 'auto'"],
+    ),
+    (
+        {"plan__recompute": "auto", "plan__memory": "1GiB", "plan__kept": ("all",)},
+        None,
+        ["plan.kept has 1 entries and the model 6 units", "one for each"],
+    ),
+    (
+        {"plan__recompute": "auto", "plan__memory": "1GiB", "plan__kept": ("all",) * 5 + ("input",)},
+        None,
+        ["plan.kept of head has 'input'", "choose one of ['all']"],
+    ),
+    (
+        {"plan__recompute": "auto", "plan__memory": "1GiB", "plan__kept": ("all",) * 5 + ("all all all",)},
+        None,
+        ["plan.kept of head has 3 choices and a step 1 microbatches", "one for all"],
+    ),
+    (
+        {"plan__recompute": "auto", "plan__memory": "1GiB", "plan__activations": ("device", "disk")},
+        None,
+        ["plan.activations = ['device', 'disk'] with plan.recompute = 'auto'", "give one place"],
+    ),
     ({"plan__zero": 4}, None, ["plan.zero = 4", "set plan.zero to one of [0, 1, 2, 3]"]),
     (
         {"numerics__exact": True, "plan__rules": (("ffn", "none"),)},

@@ -19,11 +19,13 @@ LOOPED: tuple[Schedule, ...] = ("interleaved", "breadth-first")
 """Schedules with several stages on a rank, which microbatches pass in groups. The others have one stage, zb-v two."""
 ZERO_BUBBLE: tuple[Schedule, ...] = ("zb-h1", "zb-v")
 """Schedules with a backward pass in two halves."""
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "selective", "full", "auto"]
 EncoderPlacement = Literal["front", "spread", "bubbles"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Place = Literal["device", "host", "disk"]
+Kept = Literal["all", "selective", "input", "host", "disk"]
+"""What a unit keeps of a microbatch for its backward pass; host and disk: all of it, there."""
 """Where something lies: in the device's memory, in the host's, or in a file."""
 Router = Literal["noisy-topk", "top2", "switch", "dropless", "sigmoid"]
 Positions = Literal["rope", "alibi", "t5", "relative"]
@@ -243,10 +245,19 @@ class PlanConfig:
     microbatch_group: int | None = None
     """breadth-first and interleaved: microbatches that pass a stage before the next stage begins."""
     recompute: Recompute = "none"
-    """What the backward pass computes again instead of keeping."""
+    """What the backward pass computes again instead of keeping: none of it, cheap operations, whole units, or with auto
+    what takes least time within `plan.memory`, for each unit and microbatch.
+    """
+    memory: str | None = None
+    """The most that the tensors of a rank may take, such as 6GiB or 800MiB; none sets no limit of its own."""
+    kept: tuple[str, ...] | None = None
+    """With recompute = auto: for each unit what it keeps of each microbatch, of all, selective, input, host and disk,
+    or one of them for every microbatch; none decides it.
+    """
     activations: tuple[Place, ...] | None = None
     """Where units keep what their backward passes need, until they do: device, host (a GPU's host's memory) or disk (an
-    unnamed file in `state.dir`); one place, or a list with one for each unit; none means device.
+    unnamed file in `state.dir`); one place, or a list with one for each unit; none means device. With recompute = auto,
+    where they may.
     """
     reload_ahead: int | None = None
     """Passes of units before a backward pass at which what was moved comes back; none means 1."""

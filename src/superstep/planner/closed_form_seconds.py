@@ -123,7 +123,9 @@ def _block(run: Resolved, block: LayerSeconds) -> dict[str, UnitSeconds]:
         "compute": UnitSeconds(
             forward_s=forward, backward_s=_number(block.backward_s), weight_s=_number(block.weight_s)
         ),
-        "again": UnitSeconds(forward_s=0.0, backward_s=again if is_selective else 0.0, recompute_s=forward),
+        "again": UnitSeconds(
+            forward_s=0.0, backward_s=again if is_selective else 0.0, again_s=again, recompute_s=forward
+        ),
         "tensor": UnitSeconds(forward_s=tensor, backward_s=tensor, recompute_s=tensor),
         "context": UnitSeconds(forward_s=context, backward_s=2 * context, recompute_s=context),
         "experts": UnitSeconds(forward_s=experts, backward_s=experts, recompute_s=experts),

@@ -42,7 +42,7 @@ def compile_step(plan: Plan, *, is_each_pass_checked: bool = True) -> Program:
     program = held(add_reductions(program, dp=_sharers(plan), tp=plan.mesh.tp, replicas=plan.mesh.replicas))
     program = held(add_fetch(program, dp=_shards(plan), prefetch=plan.prefetch))
     if plan.offloaded:
-        program = held(add_offload(program, plan.offloaded, ahead=plan.reload_ahead))
+        program = held(add_offload(program, plan.moves, ahead=plan.reload_ahead))
     if plan.snapshots:
         program = held(add_snapshot(program))
     return check_first_uses(check(add_step(program)), routes(plan.placement, plan.encoders))

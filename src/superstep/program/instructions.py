@@ -16,8 +16,8 @@ beside the compute until something needs their result:
               ReduceRows, ReduceReplicas                     ties, sums partial gradients or steps
     act, grad Send, Recv                                     computes with what was received
     snapshot  Snapshot                                       steps
-    out       Offload                                        reloads the same, or is the first to compute or to reload
-                                                             after the next offload: only the newest is under way
+    out       Offload                                        reloads the same, begins the second pass after it, or is
+                                                             the first to compute or to reload after the next offload
     in        Reload                                         goes back through the unit, or computes it again
 """
 

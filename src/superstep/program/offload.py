@@ -1,12 +1,13 @@
 """Offload: what units keep for their backward passes lies elsewhere between their passes.
 
-The lane ``out`` moves one unit after the other. The first computation or reload after an offload waits for the one
-before it, so a rank's memory holds the unit that is computed, one that is leaving, and those that have come back.
+The lane ``out`` moves one unit after the other. The second pass of a unit after an offload waits for it, and so does
+the first where the next offload has begun, so a rank's memory holds the unit that is computed, one that is leaving, and
+those that have come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -24,16 +25,18 @@ soon as it has left.
 """
 
 
-def add_offload(program: Program, units: Collection[int], *, ahead: int) -> Program:
-    """Offload what ``units`` keep after each forward pass, and reload it ``ahead`` passes of units before the first
-    instruction that needs it.
+def add_offload(program: Program, moves: Callable[[int, int], bool], *, ahead: int) -> Program:
+    """Offload what the units keep of microbatches that ``moves`` is true of after each forward pass, and reload it
+    ``ahead`` passes of units before the first instruction that needs it.
     """
-    ranks = tuple(tuple(_move(instructions, units, ahead)) for instructions in program.ranks)
+    ranks = tuple(tuple(_move(instructions, moves, ahead)) for instructions in program.ranks)
     return replace(program, passes=(*program.passes, "offload"), ranks=ranks)
 
 
-def _move(instructions: tuple[Instruction, ...], units: Collection[int], ahead: int) -> Iterator[Instruction]:
-    passes = _list_passes(instructions)
+def _move(
+    instructions: tuple[Instruction, ...], moves: Callable[[int, int], bool], ahead: int
+) -> Iterator[Instruction]:
+    passes = list_passes(instructions)
     number_of = {place: number for number, place in enumerate(passes)}
     left: dict[Key, int] = {}
     reloads: dict[int, list[Key]] = {}
@@ -43,7 +46,7 @@ def _move(instructions: tuple[Instruction, ...], units: Collection[int], ahead: 
         elif place in number_of and isinstance(i, ins.Recompute | ins.Backward | ins.BackwardInput):
             key = i.unit, i.microbatch
             number = number_of[place] - ahead
-            if i.unit in units and number - left[key] - 1 >= LEAST_AWAY:
+            if moves(*key) and number - left[key] - 1 >= LEAST_AWAY:
                 reloads.setdefault(passes[number], []).append(key)
     moved = {key for keys in reloads.values() for key in keys}
     for place, i in enumerate(instructions):
@@ -53,7 +56,7 @@ def _move(instructions: tuple[Instruction, ...], units: Collection[int], ahead: 
             yield ins.Offload(i.unit, i.microbatch)
 
 
-def _list_passes(instructions: tuple[Instruction, ...]) -> list[int]:
+def list_passes(instructions: tuple[Instruction, ...]) -> list[int]:
     """Where each pass of a unit begins. A backward pass begins with its recomputation."""
     places: list[int] = []
     again: Key | None = None
@@ -69,16 +72,20 @@ def _list_passes(instructions: tuple[Instruction, ...]) -> list[int]:
 def find_ended_offloads(program: Program, rank: int) -> dict[int, tuple[Key, ...]]:
     """By an instruction's place: the offloads that a rank waits for before it, so that their memory is free."""
     under_way: list[Key] = []
+    is_passed = False
+    passes = set(list_passes(program.ranks[rank])) if list_moved(program) else set()
     ended: dict[int, tuple[Key, ...]] = {}
     for place, i in enumerate(program.ranks[rank]):
         count = 0
         match i:
             case ins.Offload(unit, m):
                 under_way.append((unit, m))
+                is_passed = False
             case ins.Reload(unit, m) if (unit, m) in under_way[-1:]:
                 count = len(under_way)
             case _ if isinstance(i, ins.Reload | Computing):
-                count = len(under_way) - 1
+                count = len(under_way) - (not is_passed)
+                is_passed = is_passed or place in passes
         if count > 0:
             ended[place] = tuple(under_way[:count])
             del under_way[:count]

@@ -32,12 +32,18 @@ Passing: TypeAlias = Mapping[Wire, Sequence[Sequence[int]]]
 def lower(plan: Plan, order: Order, encoding: tuple[int, ...] = (), *, is_training: bool) -> Program:
     has_backward, needed = plan.has_backward, plan.needed
 
-    def keep(unit: int) -> Keep:
+    def keep(unit: int, m: int) -> Keep:
         if not is_training or not has_backward[unit]:
             return "nothing"
+        if plan.kept:
+            match plan.find_choice(unit, m):
+                case "host" | "disk":
+                    return "all"
+                case choice:
+                    return choice
         if not plan.recomputed[unit]:
             return "all"
-        kept: dict[str, Keep] = {"none": "all", "selective": "selective", "full": "input"}
+        kept: dict[str, Keep] = {"none": "all", "selective": "selective", "full": "input", "auto": "all"}
         return kept[plan.recompute]
 
     def instructions(task: StageTask) -> Iterator[Instruction]:
@@ -45,7 +51,7 @@ def lower(plan: Plan, order: Order, encoding: tuple[int, ...] = (), *, is_traini
         back = [u for u in reversed(units) if has_backward[u]]
         match task.kind:
             case "forward":
-                yield from (ins.Forward(u, m, keep(u)) for u in units)
+                yield from (ins.Forward(u, m, keep(u, m)) for u in units)
             case "backward":
                 yield from (ins.Backward(u, m) for u in back)
             case "input":

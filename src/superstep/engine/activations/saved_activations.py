@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.comm.device import Device
+from superstep.comm.device import Device, gpus
 from superstep.cost.program.memory.gpu_kept import expands_keys
 from superstep.engine.attention.choose_attention import is_compiled
 from superstep.engine.layers.fused import layer_kernels
@@ -12,6 +12,11 @@ from superstep.kernels import cpu_library, exact_attention
 from superstep.kernels.attention import LANES
 from superstep.plan.resolution.resolve import Resolved
 from superstep.plan.saved_activations import SavedActivations
+
+
+def with_kept_here(run: Resolved) -> Resolved:
+    """The run with the kept activations of its kernels on this host."""
+    return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
 
 
 def with_kept(run: Resolved, device: Device) -> Resolved:

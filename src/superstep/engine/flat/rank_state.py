@@ -44,6 +44,7 @@ class RankState:
         self.run = run
         self.mesh = mesh
         self.specs = tuple(specs)
+        assert run.plan.recompute != "auto" or run.plan.kept, "what units keep is chosen before ranks start"
         self.step_programs = tuple(map(compile_step, run.plan.list_phases()))
         self.step_program = self.step_programs[0]
         self.resting: tuple[int, ...] = ()

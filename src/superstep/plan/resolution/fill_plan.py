@@ -7,6 +7,7 @@ from dataclasses import replace
 from superstep.errors import ConfigError
 from superstep.plan.config import LOOPED, ZERO_BUBBLE, Place, PlanConfig, RunConfig, Schedule, setting_text
 from superstep.plan.model.outline import Outline
+from superstep.plan.resolution.budget import KeptChoices, find_kept, find_place
 from superstep.plan.sharding.encoder import check_encoder, count_in_front
 
 
@@ -135,8 +136,19 @@ def _group(plan: PlanConfig, batch: int) -> int | None:
     return plan.microbatch_group
 
 
-def find_places(plan: PlanConfig, outline: Outline) -> tuple[Place, ...]:
-    """The place of each unit's kept activations; () where all stay on the device. Raises ConfigError: a list of another
+def find_activations(config: RunConfig, outline: Outline, microbatches: int) -> tuple[KeptChoices, tuple[Place, ...]]:
+    """What each unit keeps of each microbatch, where it is chosen, and the place of each unit's kept activations.
+
+    Raises:
+        ConfigError: as ``find_kept``, and for places.
+    """
+    kept = find_kept(config, outline, microbatches)
+    return kept, _find_places(config.plan, outline, kept)
+
+
+def _find_places(plan: PlanConfig, outline: Outline, kept: KeptChoices) -> tuple[Place, ...]:
+    """The place of each unit's kept activations; () where all stay on the device. With choices that of the units of
+    which any microbatch moves. Raises ConfigError: a list of another
     length, or a place that is the device's own memory.
     """
     places, units = plan.activations or ("device",), len(outline.units)
@@ -147,7 +159,10 @@ def find_places(plan: PlanConfig, outline: Outline) -> tuple[Place, ...]:
         )
     if "host" in places and plan.device == "cpu":
         raise ConfigError(host_error())
-    if set(places) == {"device"}:
+    if plan.recompute == "auto":
+        place = find_place(plan)
+        places = tuple(place if place in own else "device" for own in kept)
+    if set(places) <= {"device"}:
         return ()
     return places * units if len(places) == 1 else places
 

@@ -9,6 +9,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import (
     Context,
     EncoderPlacement,
+    Kept,
     Place,
     Recompute,
     RunConfig,
@@ -21,7 +22,7 @@ from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.check_ranges import check_ranges
-from superstep.plan.resolution.fill_plan import fill_plan, find_places
+from superstep.plan.resolution.fill_plan import fill_plan, find_activations
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
 from superstep.plan.resolution.trained_parameters import choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
@@ -82,6 +83,8 @@ class Plan(ZeroStage):
         encoder: where an encoder runs: unless in front, its units are the first stage, which every pipeline rank has.
         work: multiplications of each unit's forward pass over a row of the batch; () where no pass needs them.
         activations: the place of each unit's kept activations between its passes; () for the device.
+        kept: for each unit what it keeps of each microbatch; () where the policy decides. Of other numbers of
+            microbatches a unit keeps as little as it can on the device.
         reload_ahead: passes of units before a backward pass at which they come back.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
@@ -117,6 +120,7 @@ class Plan(ZeroStage):
     encoder: EncoderPlacement = "front"
     work: tuple[int, ...] = ()
     activations: tuple[Place, ...] = ()
+    kept: tuple[tuple[Kept, ...], ...] = ()
     reload_ahead: int = 1
 
     def list_phases(self) -> tuple[Plan, ...]:
@@ -152,6 +156,15 @@ class Plan(ZeroStage):
     def offloaded(self) -> frozenset[int]:
         """The units that move what they keep."""
         return frozenset(unit for unit, place in enumerate(self.activations) if place != "device")
+
+    def find_choice(self, unit: int, m: int) -> Kept:
+        """What a unit keeps of a microbatch for its backward pass, where it is chosen for each."""
+        own = self.kept[unit]
+        return own[m] if len(own) == self.microbatches else "input" if self.recomputed[unit] else "all"
+
+    def moves(self, unit: int, m: int) -> bool:
+        """Whether what a unit keeps of a microbatch lies elsewhere between its passes."""
+        return self.find_choice(unit, m) in ("host", "disk") if self.kept else unit in self.offloaded
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
@@ -282,6 +295,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     placement = place(plan.schedule, pp=plan.pp, chunks=plan.chunks, in_front=len(stages) - plan.pp * plan.chunks)
     taken = list_taken_values(len(outline.names), outline.inputs)
     require_no_return(outline.names, stages, placement, taken)
+    kept, activations = find_activations(config, outline, microbatches)
     made = Plan(
         mesh=MeshShape(pp=plan.pp, dp=plan.dp, cp=plan.cp, tp=plan.tp, ep=plan.ep, replicas=plan.replicas),
         zero=plan.zero,
@@ -311,7 +325,8 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         shared_fields=outline.shared_fields,
         mtp_weight=None if shape is None else shape.mtp_weight,
         snapshots=config.state.snapshot_every is not None,
-        activations=find_places(plan, outline),
+        activations=activations,
+        kept=kept,
         reload_ahead=plan.reload_ahead or 1,
     )
     require_way_back(made.units, stages, taken, made.has_backward)

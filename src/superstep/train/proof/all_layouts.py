@@ -3,7 +3,8 @@
 All degrees of the mesh are combined, and each mesh with each of its schedules and ZeRO stages. Independent settings
 (recompute, sequence parallelism, ring or Ulysses, replicas, uneven stages, rules that leave matrices whole, tied or
 untied head, packed or padded sequences, the microbatch size) rotate, so that every value meets every axis without a
-product of all.
+product of all. With ``plan.recompute`` = auto what units keep rotates over them and the microbatches, so that every
+choice meets every schedule.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from superstep.plan.mesh import MeshShape
 from superstep.plan.model.axes import outline_of
 from superstep.plan.model.multimodal.families import find_family, has_own_units
 from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.resolution.budget import find_place, list_choices, write_kept
 from superstep.plan.resolution.fill_plan import divisors
 from superstep.plan.resolution.resolve import Resolved
 from superstep.train.weights.model import resolve_config
@@ -96,7 +98,8 @@ def _dealt(config: RunConfig, way: PlanConfig, mesh: MeshShape, number: int) -> 
         dp=mesh.dp,
         cp=mesh.cp,
         tp=mesh.tp,
-        recompute=RECOMPUTE[number % 3],
+        recompute="auto" if config.plan.recompute == "auto" else RECOMPUTE[number % 3],
+        memory=config.plan.memory,
         sequence_parallel=number % 4 != 3 and config.data.source is None,
         context=CONTEXT[number // 2 % 2] if mesh.cp > 1 else "ring",
         replicas=2 if can_replicate and way.zero and number % 2 else 1,
@@ -147,8 +150,26 @@ def _microbatches(config: RunConfig, mesh: MeshShape, number: int) -> list[int]:
     return sorted(fits, key=lambda size: abs(share // size - wanted))
 
 
+def _deal_kept(config: RunConfig, plan: PlanConfig, number: int) -> tuple[str, ...]:
+    """Every choice in turn, for each unit and microbatch."""
+    outline = outline_of(shape_of(config.model))
+    assert plan.dp is not None
+    assert plan.microbatch is not None
+    microbatches = config.train.batch_sequences // (plan.dp * plan.microbatch)
+    place = find_place(plan)
+    choices = [list_choices(place, can_recompute=can_recompute) for can_recompute in outline.recomputed]
+    return write_kept(
+        tuple(
+            tuple(known[(unit + m + number) % len(known)] for m in range(microbatches))
+            for unit, known in enumerate(choices)
+        )
+    )
+
+
 def _resolve_layout(config: RunConfig, plan: PlanConfig, number: int, world: int) -> Resolved | None:
     has_samples, model = config.data.source is not None, config.model
+    if plan.recompute == "auto" and not has_own_units(model):
+        plan = replace(plan, kept=_deal_kept(config, plan, number))
     varied = replace(
         config,
         plan=plan,

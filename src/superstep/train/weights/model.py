@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from superstep.comm.device import Device, gpus
 from superstep.comm.objects import gather
 from superstep.cost.program import lora
 from superstep.cost.program.flops import model_flops_per_token
 from superstep.cost.program.time.operation import UnitOperations, flops
-from superstep.engine.activations.saved_activations import with_kept
+from superstep.engine.activations.saved_activations import with_kept_here
 from superstep.engine.engine import Engine
 from superstep.engine.tracing.trace_units import operations_of
 from superstep.model.axes import units
@@ -26,20 +25,29 @@ from superstep.plan.mesh import MeshShape
 from superstep.plan.model.multimodal.families import has_own_units
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.state.tensor_piece import TensorPiece, Tensors
+from superstep.train.weights.fit_budget import fit_budget
 from superstep.train.weights.user_model import resolve_user_model
 
 
 def resolve_config(config: RunConfig, world: int | None = None) -> Resolved:
-    """``resolve``, for our decoder, for the model of ``model.source`` and for families that read more than text.
+    """``resolve``, for our decoder, for the model of ``model.source`` and for families that read more than text, within
+    ``plan.memory``.
 
     Raises:
-        ConfigError: as ``resolve``; the file cannot be used; or its units do not run, whole or cut.
+        ConfigError: as ``resolve``; the file cannot be used; its units do not run, whole or cut; or they do not fit.
     """
+    run = _resolve_model(config, world)
+    if config.plan.memory is None:
+        return run
+    return fit_budget(run, operations(run) if run.decoder is None else None)
+
+
+def _resolve_model(config: RunConfig, world: int | None) -> Resolved:
     if config.train.loss is not None:
         load_loss(config.train.loss)  # refused before any rank is launched
     if not has_own_units(config.model):
         run = resolve(config, world)
-        return with_kept(run, Device("cuda" if gpus() and run.config.plan.device != "cpu" else "cpu"))
+        return with_kept_here(run)
     return resolve_user_model(config, world)
 
 

@@ -111,7 +111,7 @@ def _mends(config: RunConfig, memory: MemoryOf, limit_bytes: int) -> Iterator[Fi
     for field, values in _choices(config):
         for value in values:
             fields: dict[str, Any] = {field: value}
-            changed = replace(config, plan=replace(config.plan, **fields))
+            changed = replace(config, plan=replace(config.plan, **fields, kept=None))
             try:
                 size = max(rank.bytes for rank in memory(changed))
             except ConfigError:
@@ -126,7 +126,7 @@ def _choices(config: RunConfig) -> Iterator[tuple[str, list[int | str]]]:
     plan = config.plan
     policies: list[int | str] = ["none", "selective", "full"]
     yield "zero", list(range(plan.zero + 1, 4))
-    yield "recompute", policies[policies.index(plan.recompute) + 1 :]
+    yield "recompute", policies[policies.index(plan.recompute) + 1 :] if plan.recompute in policies else []
     assert plan.microbatch is not None, "the configuration is resolved"
     yield "microbatch", [size for size in range(plan.microbatch - 1, 0, -1) if plan.microbatch % size == 0]
     yield "tp", [plan.tp * ways for ways in (2, 4, 8)]

@@ -89,12 +89,18 @@ def instruction_seconds(run: Resolved, program: Program, source: InstructionPric
         )
     return PerUnit(
         units=tuple(units),
+        selective=_list_selective(program) if run.plan.kept else frozenset(),
         reduce_partial_s=max(
             source.collective_s("all-reduce", FP32 * partial_elements(run, units), tp) for units in held
         ),
         # Every rank waits for the fullest one.
         step_s=max(source.update_s(units) for units in held),
     )
+
+
+def _list_selective(program: Program) -> frozenset[tuple[int, int]]:
+    passes = (i for instructions in program.ranks for i in instructions if isinstance(i, Forward))
+    return frozenset((i.unit, i.microbatch) for i in passes if i.keep == "selective")
 
 
 def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int, owned: UnitParameters) -> UnitSeconds:

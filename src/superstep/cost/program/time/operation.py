@@ -115,6 +115,7 @@ class UnitOperations:
         forward: the forward pass, under the plan's recompute policy.
         backward: the whole backward pass, with selective recomputation.
         weight: the part of BackwardWeight.
+        again: what selective recomputation computes again; () if not known.
         input_bytes: of the unit's inputs, without fields of samples.
         kept_bytes: kept for the backward pass, with the input; 0 if not traced.
         peak_bytes: the most that the forward holds of its results; 0 if not traced.
@@ -128,6 +129,7 @@ class UnitOperations:
     backward: Operations
     weight: Operations
     input_bytes: int
+    again: Operations = ()
     kept_bytes: int = 0
     peak_bytes: int = 0
     between_bytes: int = 0

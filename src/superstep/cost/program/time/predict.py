@@ -17,7 +17,7 @@ over the cores.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
@@ -192,8 +192,17 @@ def durations(
     run: Resolved, program: Program, machine: Prices, operations: Sequence[UnitOperations] | None = None
 ) -> PerUnit:
     """Seconds of each instruction of the run's step; raises like ``predict``."""
+    return instruction_seconds(run, program, price_operations(run, machine, operations))
+
+
+def price_operations(
+    run: Resolved, machine: Prices, operations: Sequence[UnitOperations] | None = None
+) -> OperationDurations:
+    """The source of a run's seconds on a machine; raises like ``predict``."""
     units = decoder_operations(run) if operations is None else operations
-    return instruction_seconds(run, program, OperationDurations(run, machine, tuple(units)))
+    if run.plan.recompute == "auto" and run.decoder is not None and operations is not None:
+        units = [replace(unit, again=own.again) for unit, own in zip(operations, decoder_operations(run), strict=True)]
+    return OperationDurations(run, machine, tuple(units))
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +234,7 @@ class OperationDurations:
             forward_s=forward_s,
             backward_s=seconds(operations.backward, machine, ranks) + cleared_s,
             weight_s=seconds(operations.weight, machine, ranks) + cleared_s,
+            again_s=seconds(operations.again, machine, ranks),
             recompute_s=forward_s,
         )
 

@@ -33,6 +33,8 @@ class UnitSeconds:
 
     Attributes:
         backward_s: the whole backward pass.
+        again_s: what it takes longer where selective recomputation computes a part of the unit again, and
+            ``backward_s`` has nothing of that.
         weight_s: the seconds of BackwardWeight; BackwardInput takes the rest of ``backward_s``.
         transfer_s: the transfer of its input, or of the input's gradient, between two ranks.
     """
@@ -40,6 +42,7 @@ class UnitSeconds:
     forward_s: float
     backward_s: float
     weight_s: float = 0.0
+    again_s: float = 0.0
     recompute_s: float = 0.0
     fetch_s: float = 0.0
     reduce_s: float = 0.0
@@ -87,9 +90,14 @@ class UnitSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerUnit:
-    """Durations that depend only on the unit."""
+    """Durations that depend only on the unit.
+
+    Attributes:
+        selective: the units and microbatches of which the backward pass takes ``again_s`` longer.
+    """
 
     units: tuple[UnitSeconds, ...]
+    selective: frozenset[tuple[int, int]] = frozenset()
     reduce_partial_s: float = 0.0
     step_s: float = 0.0
 
@@ -101,6 +109,8 @@ class PerUnit:
                 return self.step_s
             case ins.Free():
                 return 0.0
+            case ins.Backward(unit, m) | ins.BackwardInput(unit, m) if (unit, m) in self.selective:
+                return self.units[unit].of(instruction) + self.units[unit].again_s
             case _:
                 return self.units[instruction.unit].of(instruction)
 

@@ -130,12 +130,13 @@ def _block(run: Resolved, mixer: AttentionRule | DeltaShape, flow: GradientFlow,
     weights = factors or tuple(_pick(named, flow.has_weight_gradient))
     inputs = (*_pick(named, flow.has_input_gradient), *_pick_inner(adapted, flow))
     weight: Operations = (*map(_weight_gradient, weights), added)
-    # Selective recomputation does everything again but the products and attention.
-    again: Operations = (plain, *sent) if run.plan.recompute == "selective" else ()
+    forward = (*linears, *factors, *mixed, plain, *sent)
+    # Selective recomputation does everything again but the products and attention, and in exact mode these too.
+    again: Operations = forward if run.plan.grain is not None else (plain, *sent)
     return UnitOperations(
-        forward=(*linears, *factors, *mixed, plain, *sent),
+        forward=forward,
         backward=(
-            *again,
+            *((plain, *sent) if run.plan.recompute == "selective" else ()),
             *map(_input_gradient, inputs),
             *(mixed_back if flow.reaches(ATTENTION) else ()),
             *weight,
@@ -143,6 +144,7 @@ def _block(run: Resolved, mixer: AttentionRule | DeltaShape, flow: GradientFlow,
             *returned,
         ),
         weight=weight,
+        again=again,
         input_bytes=d.t * d.D * e,
     )
 
