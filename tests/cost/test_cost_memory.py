@@ -21,7 +21,7 @@ from superstep.comm.device import Device
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.engine.build_modules import build_loss, build_module, on_part, selective
-from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.buffers import UnitBuffers, buffer_dtype
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layer_table import LayerContext
 from superstep.engine.layers.grad_accumulation import GradientSums, input_gradients
@@ -110,7 +110,7 @@ def buffers(run, at, unit):
             zero=plan.zero,
             shards=plan.mesh.shards(layout.family),
             place=plan.mesh.sharer(layout.family, at) % plan.mesh.shards(layout.family),
-            compute=DTYPES[run.config.numerics.compute],
+            compute=buffer_dtype(layout.family, DTYPES[run.config.numerics.compute]),
             device=Device("cpu"),
             seed=0,
             moments=MOMENTS[run.config.train.optimizer],
@@ -140,6 +140,27 @@ def test_what_a_step_fetches_and_gathers_is_predicted_to_the_byte(run):
     at = Coordinate(pp=0, dp=0, cp=0, tp=0)
     for number, sizes in enumerate(unit_bytes(run)):
         made = buffers(run, at, number)
+        for b in made:
+            b.restore_full()
+            b.ready_gradient()
+        assert sum(b.bytes().transient for b in made) == sizes.params + sizes.gradient
+
+
+BLOCKS = ModelConfig(name="tiny", layers=2, width=128, heads=4, kv_heads=2, head_dim=32, ffn=384, vocab=102)
+
+
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+@pytest.mark.parametrize("plan", [{}, {"dp": 3, "zero": 3}, {"dp": 2, "tp": 2, "zero": 1}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_a_base_in_blocks_is_predicted_to_the_byte(plan, base, compute):
+    run = run_of(model=BLOCKS, lora=LoraConfig(base=base), compute=compute, **plan)
+    program = compile_step(run.plan)
+    for rank in range(run.plan.mesh.world):
+        at = run.plan.mesh.at(rank)
+        made = [b.bytes() for unit in program.list_held_units(at.pp) for b in buffers(run, at, unit)]
+        assert rank_bytes(run, program)[at.pp].params == sum(b.params for b in made)
+    for number, sizes in enumerate(unit_bytes(run)):
+        made = buffers(run, Coordinate(pp=0, dp=0, cp=0, tp=0), number)
         for b in made:
             b.restore_full()
             b.ready_gradient()

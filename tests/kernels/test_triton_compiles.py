@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from longer import longer
 from superstep.kernels.blocks.adamw import AdamWNumbers, BlockMoment
-from superstep.kernels.gpu import attention, blocks, cross_entropy, delta_states, norm, philox, rope, swiglu
+from superstep.kernels.gpu import attention, blocks, cross_entropy, delta_states, norm, packed, philox, rope, swiglu
 from superstep.kernels.gpu.attention import VisibleKeys
 from superstep.kernels.philox import Counter
 from superstep.kernels.position_bias import alibi, t5
@@ -142,6 +142,12 @@ def small_kernels(dtype):
     param, grad = torch.empty(2, 512)
     first, second = (BlockMoment(torch.empty(512, dtype=torch.uint8), torch.empty(2)) for _ in range(2))
     blocks.update_blocks(param, grad, first, second, AdamWNumbers(**dict.fromkeys(AdamWNumbers.__slots__, 0.5)))
+
+
+def test_unpacking_of_blocks_compiles(launched):
+    bytes_OB, scales_G = torch.empty(4, 33, dtype=torch.uint8), torch.empty(1)
+    found = launched(H100, lambda: packed.unpack_rows(bytes_OB, scales_G, torch.empty(4, 64, dtype=BF16), 0, 1, "nf4"))
+    assert [one.name for one in found] == ["_unpack"]
 
 
 def test_swiglu_compiles(launched):

@@ -38,6 +38,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ({"model__dropout": 1.0}, None, ["model.dropout = 1.0", "at least 0 and below 1"]),
     ({"lora__targets": ()}, None, ["lora.targets is empty", "all-linear"]),
     ({"lora__targets": ("q_prj",)}, None, ["lora.targets: 'q_prj'", "did you mean 'q_proj'?"]),
+    (
+        {"lora__base": "nf4"},
+        None,
+        ["lora.base = 'nf4': model.layers.0.mlp.down_proj has 352 inputs", "blocks of 64", "leave lora.base out"],
+    ),
+    (
+        {"lora__base": "nf4", "model__ffn": 384, "plan__tp": 4},
+        None,
+        ["plan.tp = 4 with lora.base = 'nf4'", "2 blocks of 64", "set plan.tp to 2"],
+    ),
     ({"freeze__params": ("*",), "lora__rank": 2}, None, ["freeze with lora", "leave [freeze] out"]),
     ({"freeze__params": ("*",), "model__experts": 4}, None, ["freeze with model.experts = 4", "leave [freeze] out"]),
     ({"freeze__params": ()}, None, ["freeze.params is empty", "leave [freeze] out"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from superstep.errors import ConfigError
-from superstep.plan.config import DataConfig, RunConfig, StateConfig, TrainConfig
+from superstep.plan.config import DataConfig, LoraConfig, RunConfig, StateConfig, TrainConfig
 from superstep.tune.rl.config import RlConfig, RolloutConfig
 from superstep.tune.rl.initial_policy import check_run
 
@@ -14,6 +14,7 @@ from superstep.tune.rl.initial_policy import check_run
     ("sections", "words"),
     [
         ({"train": TrainConfig(elastic=True)}, r"train\.elastic = true .*set it to false"),
+        ({"lora": LoraConfig(base="nf4")}, r"lora\.base = 'nf4': .*leave lora\.base out"),
         ({"state": StateConfig(store="s3://bucket/run")}, r"state\.store with rl\.window = 1: .*set rl\.window = 0"),
     ],
 )

@@ -112,6 +112,8 @@ def _build_modules(
         for unit, context in layers.items()
     }
     for unit, (module, _) in built.items():
+        for b in buffers.get(unit, ()):
+            b.place_blocks(module)
         fill_buffers(module, specs[unit], mesh.device.torch, DTYPES[run.config.numerics.compute])
     return built
 

@@ -15,7 +15,7 @@ from superstep.kernels.attention import FLAGS
 from superstep.kernels.compile_cpp import BuildResult
 
 HEADERS = (
-    *("attention.h", "cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h", "outer.h"),
+    *("attention.h", "packed.h", "cross_entropy.h", "grid.h", "grid_product.h", "norm.h", "numbers.h", "outer.h"),
     *("paired.h", "philox.h", "product.h", "rope.h", "swiglu.h", "tiles.h", "vector.h"),
 )
 SOURCES = tuple(Path(__file__).parent / "cpu" / name for name in ("fused.cpp", *HEADERS))

@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from superstep.kernels.packed.pack import pack
 from superstep.model.by_place.batch_norm import freeze_statistics
 from superstep.model.by_place.dropout import compute_by_place, run_with_noise
 from superstep.model.decoder import flash
 from superstep.numerics.noise import EVALUATION, SamplePlace
+from superstep.plan.block_weights import BlockFormat
 from superstep.plan.model.outline import Factor, Outline
 from superstep.plan.model.shape import ModelShape
 
@@ -41,6 +43,27 @@ class WeightedLosses:
     def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
         parts = [loss(out, targets) * self.weights.get(name, 1.0) for name, loss in self.losses.items()]
         return functools.reduce(torch.add, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """The blocks of a matrix, or their scales, as a parameter of bytes.
+
+    Attributes:
+        matrix: the name of the matrix.
+        shape: of it.
+        block_format: of its blocks.
+        is_scales: whether these are the scales.
+    """
+
+    matrix: str
+    shape: tuple[int, int]
+    block_format: BlockFormat
+    is_scales: bool
+
+    def pack(self, matrix: Tensor) -> Tensor:
+        """The bytes of the matrix."""
+        return pack(matrix, self.block_format)[self.is_scales]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +100,8 @@ class ParamSpec:
     sections: tuple[int, ...] = ()
     """Rows of each part of the first dim that is cut on its own, such as those of queries, keys and values; () for one.
     """
+    packed: PackedPart | None = None
+    """Of bytes of a frozen matrix in blocks: which; None for numbers."""
 
     @property
     def each(self) -> tuple[ParamSpec, ...]:
@@ -235,12 +260,15 @@ GIVEN: Mapping[str, Any] = {"attend": flash, "positions": None, "scan": None, "n
 
 
 def initial(spec: ParamSpec, shape: Sequence[int], seed: int) -> Tensor:
-    """The initial values of the whole global tensor, fp32 on the CPU.
+    """The initial values of the whole global tensor, fp32 on the CPU; of a matrix in blocks their bytes.
 
     They are a function of the seed and the global name alone, so every layout starts with the same bits: a rank draws
     the whole tensor and keeps its slice. Each tensor of a stack is drawn by its own name. Given values are used for any
     seed.
     """
+    if spec.packed is not None:
+        matrix = replace(spec, name=spec.packed.matrix, packed=None)
+        return spec.packed.pack(initial(matrix, spec.packed.shape, seed))
     if spec.values is not None:
         return spec.values.detach().to("cpu", torch.float32)
     if spec.stack:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from superstep.plan.block_weights import BlockFormat
 from superstep.plan.loss_scale import LossScaleConfig
 from superstep.plan.optimizers import OptimizerName
 from superstep.plan.rollback import RollbackConfig
@@ -308,6 +309,10 @@ class LoraConfig:
     """Linears by the ends of their names, as in PEFT (q_proj, v_proj, ...); all-linear means all of the blocks."""
     dropout: float = 0.0
     """In training, the share of an adapter's inputs that is dropped (PEFT's lora_dropout)."""
+    base: BlockFormat | None = None
+    """The format of the frozen linears of the blocks: nf4 (4.13 bits a weight, as QLoRA, Dettmers 2023) or int8 (8.13);
+    none keeps them in `numerics.compute`.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

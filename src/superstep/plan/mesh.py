@@ -13,11 +13,12 @@ from typing import Literal
 Axis = Literal["pp", "dp", "cp", "tp"]
 AXES: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 
-Family = Literal["dense", "experts", "adapters", "statistics", "sparse", "frozen"]
+Family = Literal["dense", "experts", "adapters", "statistics", "sparse", "frozen", "packed"]
 """Parameters that are stored alike: experts' are cut over ep, all others over tp. Adapters, running statistics, tables
-with sparse gradients and frozen parameters are on the same ranks as the dense ones, in buffers of their own.
+with sparse gradients, frozen parameters and frozen matrices in blocks of few bits, which count bytes, are on the same
+ranks as the dense ones, in buffers of their own.
 """
-FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters", "statistics", "sparse", "frozen")
+FAMILIES: tuple[Family, ...] = ("dense", "experts", "adapters", "statistics", "sparse", "frozen", "packed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

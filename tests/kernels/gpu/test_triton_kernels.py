@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from superstep.kernels.cross_entropy import reference, reference_gradients
 from superstep.kernels.gpu import cross_entropy, norm
 from superstep.kernels.gpu.norm import rms_norm
+from superstep.kernels.gpu.packed import unpack_rows
 from superstep.kernels.gpu.rope import rope
 from superstep.kernels.gpu.swiglu import swiglu
+from superstep.kernels.packed.pack import BlockPlace, block_numbers, pack, scales_of, unpack_by_torch
 from superstep.model.rope import Rope
+from superstep.plan.block_weights import BLOCK_BYTES
 from superstep.plan.config import ModelConfig
 from superstep.plan.model.sizes.lookup import shape_of
 
@@ -59,6 +62,20 @@ def test_rms_norm(device, dtype, monkeypatch):
 def test_swiglu(device, dtype):
     inputs = drawn(3, 500, dtype=dtype), drawn(3, 500, dtype=dtype, seed=1)
     holds(swiglu, lambda g, u: F.silu(g) * u, inputs, drawn(3, 500, dtype=dtype, seed=2), device)
+
+
+@BOTH
+@pytest.mark.parametrize("block_format", ["nf4", "int8"])
+def test_blocks_are_unpacked_to_the_bits_of_torch(device, dtype, block_format):
+    blocks, scales = pack(drawn(30, 640, dtype=torch.float32), block_format)
+    width = BLOCK_BYTES[block_format]
+    part, place = blocks[5:25, 3 * width : 8 * width].contiguous(), BlockPlace(((5, 20),), 3, 10)
+    out = torch.empty(20, 320, dtype=dtype, device=device)
+    unpack_rows(part.to(device), scales_of(scales).to(device), out, *block_numbers(place)[0][2:], 10, block_format)
+    wanted = unpack_by_torch(part, scales, place, block_format, torch.float32)
+    if device == "cpu" and dtype == torch.bfloat16:
+        wanted = (wanted.view(torch.int32) & -(2**16)).view(torch.float32)
+    assert torch.equal(out.cpu(), wanted.to(dtype))
 
 
 @BOTH

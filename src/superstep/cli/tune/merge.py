@@ -14,6 +14,11 @@ def main(argv: Sequence[str]) -> int:
     """Merge, and print a summary."""
     run, options = read(argv)
     adapter = weights_of(run)
-    done = merge(adapter, Path(options.out), Path(options.base) if options.base else None)
+    done = merge(adapter, Path(options.out), Path(options.base) if options.base else None, onto=options.onto)
     print(f"{options.out}: {done.base} with {done.linears} linears changed by {adapter}")
+    if done.block_format is not None:
+        print(
+            f"onto {options.onto} weights: training had them in {done.block_format}, which changes them by "
+            f"{done.difference:.2%} (root mean square)"
+        )
     return 0

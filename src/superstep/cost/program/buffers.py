@@ -33,17 +33,23 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "statistics": unit.statistics,
         "sparse": unit.sparse,
         "frozen": unit.frozen_on_rank(mesh.tp),
+        "packed": unit.packed_on_rank(mesh.tp),
     }[family]
     pieces = unit.row_width if family == "sparse" else 1
     return pad(numel, mesh.shards(family) * pieces) if numel else 0
 
 
-def count_fetched_numel(run: Resolved, unit: UnitParameters) -> int:
-    """Elements of a unit that a rank has only while they are fetched: of the families that are sharded, and so not of
+def count_fetched_bytes(run: Resolved, unit: UnitParameters) -> int:
+    """Bytes of a unit that a rank has only while they are fetched: of the families that are sharded, and so not of
     experts that a single rank holds.
     """
     sharded = [family for family in run.plan.families if zero_stage(run, family).shards_parameters]
-    return sum(family_numel(run, unit, family) for family in sharded)
+    return sum(element_bytes(run, family) * family_numel(run, unit, family) for family in sharded)
+
+
+def element_bytes(run: Resolved, family: Family) -> int:
+    """Bytes of an element of a family's parameters as modules read them."""
+    return 1 if family == "packed" else ELEMENT_BYTES[run.config.numerics.compute]
 
 
 def list_trained_families(run: Resolved) -> tuple[Family, ...]:

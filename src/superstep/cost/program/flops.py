@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from superstep.plan.block_weights import BlockFormat, block_sizes
 from superstep.plan.model.outline import Factor, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
@@ -75,6 +76,8 @@ class UnitParameters:
         row_width: elements that divide each of their rows.
         frozen: not trained, cut over tp; they count nowhere else.
         whole_frozen: those that are whole on each tp rank.
+        packed: bytes of frozen matrices in blocks of few bits, cut over tp; they count nowhere else.
+        whole_packed: those that are whole on each tp rank: their scales, and matrices that are not cut.
     """
 
     matrices: int
@@ -87,6 +90,8 @@ class UnitParameters:
     statistics: int = 0
     frozen: int = 0
     whole_frozen: int = 0
+    packed: int = 0
+    whole_packed: int = 0
     sparse: int = 0
     row_width: int = 0
 
@@ -101,6 +106,10 @@ class UnitParameters:
     def frozen_on_rank(self, tp: int) -> int:
         """Elements that are not trained on one tensor-parallel rank."""
         return self.frozen // tp + self.whole_frozen
+
+    def packed_on_rank(self, tp: int) -> int:
+        """Bytes of matrices in blocks on one tensor-parallel rank."""
+        return self.packed // tp + self.whole_packed
 
     def on_rank(self, tp: int, ep: int = 1) -> int:
         trained = (
@@ -143,8 +152,8 @@ class LocalDims:
     V: int
 
 
-_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None, bool, bool]
-"""A parameter's axes, dims and factor, whether it is a statistic, and whether it is frozen."""
+_Kind: TypeAlias = tuple[tuple[str | None, ...], tuple[int, ...], Factor | None, bool, bool, BlockFormat | None]
+"""A parameter's axes, dims and factor, whether it is a statistic, whether it is frozen, and its format in blocks."""
 
 
 def local_dims(run: Resolved) -> LocalDims:
@@ -177,7 +186,11 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
     """The parameters that each unit owns, in model order, as the run's rules cut and pad them."""
     known: dict[tuple[_Kind, ...], UnitParameters] = {}
     kinds = [
-        tuple((p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic, p.is_frozen) for p in owned if not _is_sparse(p))
+        tuple(
+            (p.axes, run.plan.pad_dims(p), p.factor, p.is_statistic, p.is_frozen, p.block_format)
+            for p in owned
+            if not _is_sparse(p)
+        )
         for owned in run.outline.owned
     ]
     for kind in kinds:  # blocks are alike
@@ -199,7 +212,8 @@ def _with_tables(unit: UnitParameters, owned: Sequence[Parameter]) -> UnitParame
 
 
 def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
-    frozen = [(axes, math.prod(dims)) for axes, dims, *_, is_frozen in owned if is_frozen]
+    frozen = [(axes, math.prod(dims)) for axes, dims, *_, is_frozen, packed in owned if is_frozen and not packed]
+    packed = [(axes, dims[0], block_sizes(of, *dims)) for axes, dims, *_, of in owned if of]
     trained = [each[:4] for each in owned if not each[4]]
     own = [(axes, dims) for axes, dims, factor, is_statistic in trained if factor is None and not is_statistic]
     factors = [(axes, math.prod(dims)) for axes, dims, factor, _ in trained if factor is not None]
@@ -221,6 +235,9 @@ def _parameters(rules: Rules, owned: Sequence[_Kind]) -> UnitParameters:
         statistics=sum(math.prod(dims) for _, dims, _, is_statistic in trained if is_statistic),
         frozen=sum(size for axes, size in frozen if rules.cuts_any(axes)),
         whole_frozen=sum(size for axes, size in frozen if not rules.cuts_any(axes)),
+        packed=sum(rows * sizes.row for axes, rows, sizes in packed if rules.cuts_any(axes)),
+        whole_packed=sum(sizes.scales for *_, sizes in packed)
+        + sum(rows * sizes.row for axes, rows, sizes in packed if not rules.cuts_any(axes)),
     )
 
 

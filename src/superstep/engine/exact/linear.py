@@ -21,6 +21,8 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
+from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
+from superstep.model.packed_linear import PackedLinear, weight_of
 from superstep.numerics.invariant_matmul import product, tree_sum
 
 
@@ -67,14 +69,16 @@ def _interleave(sections: Sequence[int], cells: int) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BSI: Tensor, weight_OI: Tensor, sink: GradientSink | None, cut: ReductionCut) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(None if sink is None else x_BSI, weight_OI)
+    def forward(ctx: Any, x_BSI: Tensor, weight: Weight, sink: GradientSink | None, cut: ReductionCut) -> Tensor:  # noqa: ANN401
+        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.save_for_backward(None if sink is None else x_BSI, own)
         ctx.sink, ctx.cut = sink, cut
-        return forward_product(x_BSI, weight_OI, cut)
+        return forward_product(x_BSI, unpacked(weight, x_BSI.dtype), cut)
 
     @staticmethod
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        x_BSI, weight_OI = ctx.saved_tensors
+        x_BSI, own = ctx.saved_tensors
+        weight_OI = unpacked(ctx.packed or own, grad_BSO.dtype)
         cut: ReductionCut = ctx.cut
         dx = cut.find_input_gradient(grad_BSO.flatten(0, -2), weight_OI)
         if ctx.sink is not None:
@@ -97,6 +101,11 @@ def add_weight_gradient(sink: GradientSink, grad_BSO: Tensor, x_BSI: Tensor, chu
         sink.grid.add(sink.into, product(grad.flatten(0, -2).t(), x.flatten(0, -2)))
 
 
+def is_packed(layer: nn.Module) -> bool:
+    """Whether a layer is a linear in blocks of few bits, without an adapter."""
+    return isinstance(layer, PackedLinear)
+
+
 def exact_linear(
     layer: nn.Linear, sink: GradientSink | None, cut: ReductionCut, bias_sink: GradientSink | None
 ) -> Forward:
@@ -104,7 +113,7 @@ def exact_linear(
     bias = layer.bias
 
     def forward(x_BSI: Tensor) -> Tensor:
-        y_BSO = linear(x_BSI, layer.weight, sink, cut)
+        y_BSO = linear(x_BSI, weight_of(layer), sink, cut)
         if bias_sink is None:
             return y_BSO if bias is None else y_BSO + bias
         return add_bias(y_BSO, bias, bias_sink)
@@ -132,12 +141,12 @@ class _Bias(torch.autograd.Function):
         return grad, None, None
 
 
-def linear(x_BSI: Tensor, weight_OI: Tensor, sink: GradientSink | None, cut: ReductionCut) -> Tensor:
+def linear(x_BSI: Tensor, weight: Weight, sink: GradientSink | None, cut: ReductionCut) -> Tensor:
     """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
     if not torch.is_grad_enabled():
-        return forward_product(x_BSI, weight_OI, cut)
+        return forward_product(x_BSI, unpacked(weight, x_BSI.dtype), cut)
     # The sum bypasses autograd, so the graph needs the weight where the input has no gradient.
-    out: Tensor = _Linear.apply(x_BSI, weight_OI, sink, cut)  # type: ignore[no-untyped-call]
+    out: Tensor = _Linear.apply(x_BSI, weight, sink, cut)  # type: ignore[no-untyped-call]
     return out
 
 

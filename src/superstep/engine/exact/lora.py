@@ -18,7 +18,9 @@ from torch import Tensor
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient, forward_product
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
+from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
+from superstep.model.packed_linear import weight_of
 from superstep.numerics.invariant_matmul import product
 from superstep.numerics.noise import CurrentNoise
 
@@ -56,7 +58,7 @@ def exact_adapted(
     parts = _Parts(linear=linear, a=a, b=b, sink_a=sinks[0], sink_b=sinks[1], scale=layer.scale)
 
     def forward(x_BSI: Tensor) -> Tensor:
-        given = x_BSI, layer.weight, layer.bias, layer.lora_A.weight, layer.lora_B.weight
+        given = x_BSI, weight_of(layer), layer.bias, layer.lora_A.weight, layer.lora_B.weight
         here = replace(parts, mask=find_mask(path, layer, x_BSI, noise))
         if not torch.is_grad_enabled():
             return _sum(*given, here)[0]
@@ -67,10 +69,10 @@ def exact_adapted(
 
 
 def _sum(
-    x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, parts: _Parts
+    x_BSI: Tensor, weight: Weight, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, parts: _Parts
 ) -> tuple[Tensor, Tensor]:
     """The layer's output and A(x)."""
-    y_BSO = forward_product(x_BSI, weight_OI, parts.linear)
+    y_BSO = forward_product(x_BSI, unpacked(weight, x_BSI.dtype), parts.linear)
     if bias_O is not None:
         y_BSO = y_BSO + bias_O
     h_BSR = forward_product(x_BSI if parts.mask is None else parts.mask(x_BSI), a_RI, parts.a)
@@ -89,20 +91,21 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any,  # noqa: ANN401
         x_BSI: Tensor,
-        weight_OI: Tensor,
+        weight: Weight,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
         parts: _Parts,
     ) -> Tensor:
-        out, h_BSR = _sum(x_BSI, weight_OI, bias_O, a_RI, b_OR, parts)
-        ctx.save_for_backward(x_BSI, weight_OI, a_RI, b_OR, h_BSR)
+        out, h_BSR = _sum(x_BSI, weight, bias_O, a_RI, b_OR, parts)
+        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.save_for_backward(x_BSI, own, a_RI, b_OR, h_BSR)
         ctx.parts = parts
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x_BSI, weight_OI, a_RI, b_OR, h_BSR = ctx.saved_tensors
+        x_BSI, own, a_RI, b_OR, h_BSR = ctx.saved_tensors
         parts: _Parts = ctx.parts
         grad_TO = grad_BSO.flatten(0, -2)
         dh = parts.b.find_input_gradient(grad_TO, b_OR)
@@ -113,6 +116,7 @@ class _Adapted(torch.autograd.Function):
         parts.sink_a.sums.do(partial(_add_to_a, parts, dh_BSR, x_BSI.detach()))
         dx = None
         if ctx.needs_input_grad[0]:
+            weight_OI = unpacked(ctx.packed or own, grad_BSO.dtype)
             dx = parts.linear.find_input_gradient(grad_TO, weight_OI)
             added = product(dh_BSR.flatten(0, -2), a_RI)
             if parts.mask is not None:

@@ -16,7 +16,7 @@ from superstep.engine.exact.by_weight import BY_WEIGHT, exact_shared_key, is_sha
 from superstep.engine.exact.delta import exact_delta_layers
 from superstep.engine.exact.experts import exact_combine, exact_gate
 from superstep.engine.exact.layer_settings import ExactLayers
-from superstep.engine.exact.linear import exact_embedding, exact_linear
+from superstep.engine.exact.linear import exact_embedding, exact_linear, is_packed
 from superstep.engine.exact.lora import exact_adapted
 from superstep.engine.exact.norm import NormSettings, exact_norm
 from superstep.engine.exact.position_bias import exact_position_bias
@@ -105,6 +105,7 @@ def exact_layers(spec: UnitSpec, exact: ExactLayers, noise: CurrentNoise | None 
 
     return (
         _row("exact sums", is_plain_linear, build.linear),
+        _row("exact sums", is_packed, build.linear),
         _row("exact sums of linear and factors", any_of(AdaptedLinear), build.make_adapted, is_whole=True),
         _row("exact sums", any_of(RMSNorm), build.norm),
         _row("exact sums", any_of(LearntBias), build.position_bias),

@@ -12,8 +12,8 @@ views of ``full``, and their ``.grad`` views of the gradient buffer: autograd ad
 reduced. Dropping a buffer empties its storage and keeps the views, so the graph may keep a parameter across a free and
 a fetch.
 
-Frozen parameters, such as base weights of adapters, exist in the compute dtype alone: no gradient, no master weights,
-no moments. They never change, so that all stages but the third keep them whole.
+Frozen parameters, such as base weights of adapters, exist in the compute dtype alone, or as bytes of blocks: no
+gradient, no master weights, no moments. They never change, so that all stages but the third keep them whole.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from torch import Tensor, nn
 from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
 from superstep.engine.flat.touched_rows import RowGradients, RowSink, TouchedRows
+from superstep.kernels.packed.pack import BlockPlace
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER, Grid
+from superstep.plan.block_weights import BLOCK, BLOCK_BYTES
+from superstep.plan.mesh import Family
 from superstep.plan.optimizers import Moment
 from superstep.plan.zero import ZeroStage
 from superstep.state.tensor_piece import Kind
@@ -42,6 +45,11 @@ class Bytes:
     gradients: int
     optimizer: int
     transient: int
+
+
+def buffer_dtype(family: Family, compute: torch.dtype) -> torch.dtype:
+    """The dtype of a family's parameters in modules that compute in ``compute``."""
+    return {"statistics": torch.float32, "packed": torch.uint8}.get(family, compute)
 
 
 class UnitBuffers(ZeroStage):
@@ -141,6 +149,17 @@ class UnitBuffers(ZeroStage):
         if not self._is_exact and not self.layout.row_width:  # sparse gradients are handed over
             param.grad = self._sink(slot)
         return param
+
+    def place_blocks(self, module: nn.Module) -> None:
+        """Let the packed linears of the unit's module know which part of their matrix this rank has."""
+        for slot in self.layout.slots:
+            packed = slot.spec.packed
+            if packed is None or packed.is_scales:
+                continue
+            rows = tuple((block[0].start, block[0].stop - block[0].start) for block in slot.blocks)
+            first = slot.blocks[0][1].start // BLOCK_BYTES[packed.block_format]
+            place = BlockPlace(rows, first, packed.shape[1] // BLOCK)
+            module.get_submodule(slot.local.rpartition(".")[0]).place = place  # type: ignore[assignment]
 
     def make_resting(self) -> dict[str, nn.Parameter]:
         """Parameters for a phase that does not train them, by their local names, on the same memory."""

@@ -166,6 +166,8 @@ def lay_out(
 
 
 def _family(spec: ParamSpec, rules: Rules) -> Family:
+    if spec.packed is not None:
+        return "packed"
     if spec.is_frozen:
         return "frozen"
     if spec.factor is not None:

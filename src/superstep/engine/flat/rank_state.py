@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from superstep.comm.collectives import DONE, PendingCollective
 from superstep.comm.mesh import Mesh
-from superstep.engine.flat.buffers import Bytes, UnitBuffers
+from superstep.engine.flat.buffers import Bytes, UnitBuffers, buffer_dtype
 from superstep.engine.flat.layout import Slot, lay_out
 from superstep.engine.flat.offload import OffloadedBuffers
 from superstep.engine.flat.snapshots import Snapshots
@@ -21,6 +22,16 @@ from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
 from superstep.state.snapshots.memory_snapshot import SnapshotMemory
 from superstep.state.tensor_piece import Kind, TensorPiece, state_kinds
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPiece:
+    """The bytes ``low`` to ``high`` of a rank's part of a matrix in blocks, or of its scales, as a view."""
+
+    slot: Slot
+    low: int
+    high: int
+    values: torch.Tensor
 
 
 class RankState:
@@ -66,7 +77,7 @@ class RankState:
                     zero=plan.zero,
                     shards=mesh.sharers[layout.family].shards,
                     place=mesh.sharers[layout.family].shard,
-                    compute=torch.float32 if layout.family == "statistics" else DTYPES[config.numerics.compute],
+                    compute=buffer_dtype(layout.family, DTYPES[config.numerics.compute]),
                     device=mesh.device,
                     seed=config.train.seed,
                     moments=MOMENTS[config.train.optimizer],
@@ -121,10 +132,17 @@ class RankState:
                 yield from self._pieces(unit, b, self.state_kinds)
 
     def frozen_pieces(self) -> Iterator[TensorPiece]:
-        """This rank's frozen weights, in the compute dtype."""
+        """This rank's frozen weights, in the compute dtype, without those in blocks."""
         for unit, b in self.each_buffer():
-            if b.is_frozen:
+            if b.is_frozen and b.layout.family != "packed":
                 yield from self._pieces(unit, b, ("weight",))
+
+    def list_packed(self) -> Iterator[PackedPiece]:
+        """This rank's part of the frozen matrices in blocks."""
+        for _, b in self.each_buffer():
+            if b.layout.family == "packed":
+                for slot, low, high in b.list_slots():
+                    yield PackedPiece(slot, low, high, b.view(b.master, slot, low, high))
 
     def _pieces(self, unit: int, b: UnitBuffers, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         owned = set(self.owned_ranges(unit, b))

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from superstep.engine.layers.grad_accumulation import GradientSums
 from superstep.engine.layers.implementation import Forward, Implementation
+from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
+from superstep.model.packed_linear import weight_of
 from superstep.numerics.accumulate_product import add_product
 from superstep.numerics.noise import CurrentNoise
 
@@ -35,11 +37,12 @@ def adapting_straight(sums: GradientSums, noise: CurrentNoise) -> tuple[Implemen
 def _forward(path: str, layer: AdaptedLinear, sums: GradientSums, noise: CurrentNoise) -> Forward:
     def forward(x: Tensor) -> Tensor:
         a, b, mask = layer.lora_A.weight, layer.lora_B.weight, find_mask(path, layer, x, noise)
+        weight = weight_of(layer)
         if not torch.is_grad_enabled():
-            out, _ = _sum(x, layer.weight, layer.bias, a, b, layer.scale, mask)
+            out, _ = _sum(x, weight, layer.bias, a, b, layer.scale, mask)
             return out
         factors = (a, b, a.grad, b.grad)
-        result: Tensor = _Adapted.apply(x, layer.weight, layer.bias, *factors, layer.scale, sums, mask)  # type: ignore[no-untyped-call]
+        result: Tensor = _Adapted.apply(x, weight, layer.bias, *factors, layer.scale, sums, mask)  # type: ignore[no-untyped-call]
         return result
 
     return forward
@@ -47,7 +50,7 @@ def _forward(path: str, layer: AdaptedLinear, sums: GradientSums, noise: Current
 
 def _sum(
     x: Tensor,
-    weight_OI: Tensor,
+    weight: Weight,
     bias_O: Tensor | None,
     a_RI: Tensor,
     b_OR: Tensor,
@@ -60,7 +63,7 @@ def _sum(
     added_TO = _narrow(h_TR, b_OR.t(), scale)
     if bias_O is not None:
         added_TO += bias_O
-    return torch.addmm(added_TO, x_TI, weight_OI.t()).view(*x.shape[:-1], -1), h_TR
+    return torch.addmm(added_TO, x_TI, unpacked(weight, x.dtype).t()).view(*x.shape[:-1], -1), h_TR
 
 
 def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
@@ -84,7 +87,7 @@ class _Adapted(torch.autograd.Function):
     def forward(  # noqa: PLR0913
         ctx: Any,  # noqa: ANN401
         x: Tensor,
-        weight_OI: Tensor,
+        weight: Weight,
         bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
@@ -94,22 +97,25 @@ class _Adapted(torch.autograd.Function):
         sums: GradientSums,
         mask: Mask | None,
     ) -> Tensor:
-        out, h_TR = _sum(x, weight_OI, bias_O, a_RI, b_OR, scale, mask)
-        ctx.save_for_backward(x, weight_OI, a_RI, b_OR, h_TR)
+        out, h_TR = _sum(x, weight, bias_O, a_RI, b_OR, scale, mask)
+        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.save_for_backward(x, own, a_RI, b_OR, h_TR)
         ctx.into, ctx.scale, ctx.sums, ctx.mask = (into_a, into_b), scale, sums, mask
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        x, weight_OI, a_RI, b_OR, h_TR = ctx.saved_tensors
+        x, own, a_RI, b_OR, h_TR = ctx.saved_tensors
         into_a, into_b = ctx.into
         grad_TO = grad.flatten(0, -2)
         grad_TR = (grad_TO @ b_OR).mul_(ctx.scale)
         ctx.sums.do(partial(add_product, into_b, grad_TO.t(), h_TR, ctx.scale))
         ctx.sums.do(partial(_add_to_a, into_a, grad_TR, x.detach(), ctx.mask))
-        dx = None
-        if ctx.needs_input_grad[0] and ctx.mask is None:
+        if not ctx.needs_input_grad[0]:
+            return (None,) * 10
+        weight_OI = unpacked(ctx.packed or own, grad.dtype)
+        if ctx.mask is None:
             dx = (grad_TO @ weight_OI).addmm_(grad_TR, a_RI).view_as(x)
-        elif ctx.needs_input_grad[0]:
+        else:
             dx = ctx.mask((grad_TR @ a_RI).view_as(x)).add_((grad_TO @ weight_OI).view_as(x))
         return dx, None, None, None, None, None, None, None, None, None

@@ -25,7 +25,7 @@ from superstep.comm.mesh import Group, Mesh, ParameterReplicas
 from superstep.cost.program.gradient_flow import flow_of
 from superstep.cost.program.time.operation import Axis, UnitOperations
 from superstep.engine.build import assemble
-from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.buffers import UnitBuffers, buffer_dtype
 from superstep.engine.flat.layout import lay_out
 from superstep.engine.layers.grad_accumulation import input_gradients
 from superstep.engine.layers.implementation import Choice
@@ -157,7 +157,7 @@ def _machine(
                 zero=0,
                 shards=1,
                 place=0,
-                compute=DTYPES[run.config.numerics.compute],
+                compute=buffer_dtype(layout.family, DTYPES[run.config.numerics.compute]),
                 device=mesh.device,
                 seed=0,
                 moments=(),

@@ -1,6 +1,7 @@
 // What a step does between its products, each in one pass over memory: norms, the rotary embedding, gates, and the rows
 // of a cross entropy; and exact mode's sums. Plain C to whom calls it; all memory that is told of is the caller's.
 
+#include "packed.h"
 #include "cross_entropy.h"
 #include "grid.h"
 #include "grid_product.h"
@@ -45,6 +46,13 @@ void superstep_swiglu(int64_t is_bf16, const void* a, const void* b, void* y, in
 void superstep_swiglu_backward(int64_t is_bf16, const void* g, const void* a, const void* b, void* da, void* db,
                                int64_t count, int64_t threads) {
   (is_bf16 ? swiglu_backward<true> : swiglu_backward<false>)(g, a, b, da, db, count, threads);
+}
+
+void superstep_unpack_blocks(int64_t is_bf16, int64_t is_nf4, const uint8_t* packed, const float* scales, void* out,
+                             int64_t rows, int64_t blocks, int64_t number, int64_t whole, int64_t threads) {
+  const auto unpack = is_nf4 ? (is_bf16 ? unpack_blocks<true, true> : unpack_blocks<false, true>)
+                             : (is_bf16 ? unpack_blocks<true, false> : unpack_blocks<false, false>);
+  unpack(packed, scales, out, rows, blocks, number, whole, threads);
 }
 
 void superstep_random_words(int64_t key, int64_t step, int64_t sample, const int64_t* firsts, int64_t samples,

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from superstep.plan.block_weights import BlockFormat
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.rules import Rules
 
@@ -34,6 +35,7 @@ class Parameter:
         factor: which factor of an adapter it is; None for the model's own.
         is_statistic: whether it is a running statistic.
         is_frozen: whether it is not trained.
+        block_format: of a frozen matrix in blocks of few bits; None for other parameters.
         is_sparse: whether it is a table of which only the rows that a step touches have a gradient.
     """
 
@@ -46,6 +48,7 @@ class Parameter:
     factor: Factor | None = None
     is_statistic: bool = False
     is_frozen: bool = False
+    block_format: BlockFormat | None = None
     is_sparse: bool = False
 
     def numel(self, rules: Rules, tp: int) -> int:

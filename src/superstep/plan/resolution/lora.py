@@ -80,16 +80,30 @@ def _check(lora: LoraConfig) -> None:
 
 
 def add_lora(outline: Outline, lora: LoraConfig) -> Outline:
-    """The outline with the factors after each unit's own parameters, which are frozen. Raises ConfigError like
-    ``targets_of``.
+    """The outline with the factors after each unit's own parameters, which are frozen; all linears that may have
+    adapters are in ``lora.base``. Raises ConfigError like ``targets_of``.
     """
     targets = set(targets_of(outline, lora))
+    packed = set(takes_adapters(outline)) if lora.base else set()
     own = freeze_all(outline)
     units = [
-        replace(unit, parameters=(*unit.parameters, *_factors(unit.parameters, targets, lora.rank)))
+        replace(
+            unit,
+            parameters=(
+                *(_pack(p, packed, lora) for p in unit.parameters),
+                *_factors(unit.parameters, targets, lora.rank),
+            ),
+        )
         for unit in own.units
     ]
     return Outline(tuple(units))
+
+
+def _pack(parameter: Parameter, packed: set[str], lora: LoraConfig) -> Parameter:
+    linear = parameter.name.removesuffix(".weight")
+    if linear == parameter.name or linear not in packed:
+        return parameter
+    return replace(parameter, block_format=lora.base)
 
 
 def _factors(parameters: Sequence[Parameter], targets: set[str], rank: int) -> Iterator[Parameter]:

@@ -37,7 +37,7 @@ from superstep.plan.sharding.edges import (
     require_way_back,
     require_work,
 )
-from superstep.plan.sharding.parameters import check_decoder, check_split, padding_of, rules_of
+from superstep.plan.sharding.parameters import check_blocks, check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
 from superstep.plan.skip_and_rollback import check_recompute
 from superstep.plan.zero import ZeroStage
@@ -168,7 +168,7 @@ class Plan(ZeroStage):
 
     def trains(self, family: Family) -> bool:
         """Whether a family's parameters are trained."""
-        return family != "frozen"
+        return family not in ("frozen", "packed")
 
     @property
     def needed(self) -> frozenset[int]:
@@ -285,6 +285,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     grain = find_grain(config, shape, plan, outline)
     padding = padding_of(shape, rules, grain.cells if grain else plan.tp)
     check_split(outline, rules, plan.tp, {axis for axis, _ in padding})
+    check_blocks(outline, rules, plan.tp)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -354,6 +355,7 @@ def _families(config: RunConfig, shape: ModelShape | None, outline: Outline) -> 
         "statistics": any(p.is_statistic and not p.is_frozen for unit in outline.units for p in unit.parameters),
         "sparse": bool(outline.sparse),
         "frozen": any(p.is_frozen for unit in outline.units for p in unit.parameters),
+        "packed": any(p.block_format for unit in outline.units for p in unit.parameters),
     }
     return tuple(family for family in FAMILIES if has[family])
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 
 from superstep.errors import ConfigError, did_you_mean
+from superstep.plan.block_weights import BLOCK
 from superstep.plan.config import PlanConfig, RunConfig
 from superstep.plan.model.outline import Outline, Parameter, Unit
 from superstep.plan.model.shape import ModelShape
@@ -53,6 +54,25 @@ def check_split(outline: Outline, rules: Rules, tp: int, padded: Collection[str]
         for parameter in unit.parameters:
             _check_size(parameter, rules, tp, padded)
     _check_regions(outline.units, rules, tp)
+
+
+def check_blocks(outline: Outline, rules: Rules, tp: int) -> None:
+    """Check that blocks of few bits divide the inputs of their linears, on each tensor-parallel rank. Raises
+    ConfigError.
+    """
+    for parameter in (p for unit in outline.units for p in unit.parameters if p.block_format):
+        inputs, linear = parameter.dims[1], parameter.name.removesuffix(".weight")
+        if inputs % BLOCK:
+            raise ConfigError(
+                f"lora.base = '{parameter.block_format}': {linear} has {inputs} inputs, which blocks of {BLOCK} do not "
+                f"divide; leave lora.base out, or choose a model with widths that are multiples of {BLOCK}."
+            )
+        if rules.cut(parameter.axes[1]) == "tp" and inputs // BLOCK % tp:
+            raise ConfigError(
+                f"plan.tp = {tp} with lora.base = '{parameter.block_format}': {linear} has {inputs} inputs, "
+                f"{inputs // BLOCK} blocks of {BLOCK}, which do not split evenly over {tp} ranks; set plan.tp to "
+                f"{math.gcd(inputs // BLOCK, tp)}, or leave lora.base out."
+            )
 
 
 def has_cut_output(outline: Outline, rules: Rules) -> bool:

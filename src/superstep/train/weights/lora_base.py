@@ -21,6 +21,7 @@ from superstep.serve.files.weights import digests, version_of
 from superstep.state.all_or_none import Peers, together
 from superstep.state.load_weights import fill
 from superstep.train.weights.base_file import BASE, BaseWeights, read_base
+from superstep.train.weights.fill_packed import fill_packed
 from superstep.train.weights.model import shapes_of
 from superstep.train.weights.weights_folder import weights_of
 
@@ -37,6 +38,7 @@ def begin_base(run: Resolved, engine: Engine, peers: Peers, folder: Path) -> Bas
         StateError: they belong to another model, or cannot be read: on every rank the same.
     """
     fill(folder, engine.frozen_pieces(), shapes_of(run), peers)
+    fill_packed(folder, engine.list_packed(), peers)
     return BaseWeights(folder.resolve(), _version(folder, peers))
 
 
@@ -81,7 +83,7 @@ def files_of(run: Resolved, base: BaseWeights) -> dict[str, str]:
     assert lora is not None
     strengths = dict.fromkeys(targets_of(run.outline, lora), (lora.rank, lora.alpha))
     folder = None if base.folder is None else str(base.folder)
-    about = {"weights": folder, "version": base.version}
+    about = {"weights": folder, "version": base.version, "format": lora.base}
     return {
         CONFIG: config_text(strengths, is_stabilized=False, base=folder),
         BASE: json.dumps(about, indent=1) + "\n",

@@ -73,7 +73,10 @@ def shapes_of(run: Resolved) -> dict[str, torch.Size]:
         with on_meta():
             module = unit.build()
         for local, spec in unit.params.items():
-            if spec.factor is not None:
+            if spec.factor is not None or (spec.packed and spec.packed.is_scales):
+                continue
+            if spec.packed is not None:
+                shapes[spec.packed.matrix] = torch.Size(spec.packed.shape)
                 continue
             shapes |= {name: view.shape for name, view in spec.views(module.get_parameter(local))}
     return shapes

@@ -54,6 +54,14 @@ def check_tokenizer(start: str, config: RunConfig) -> None:
         )
 
 
+def _check_base(config: RunConfig) -> None:
+    if config.lora is not None and config.lora.base is not None:
+        raise ConfigError(
+            f"lora.base = '{config.lora.base}': a sampler has the base in the compute dtype, so that it answers by "
+            "another policy than is trained; leave lora.base out."
+        )
+
+
 def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
     """Check that reinforcement learning supports a run's settings.
 
@@ -61,6 +69,7 @@ def check_run(config: RunConfig, rl: RlConfig, rollout: RolloutConfig) -> None:
         ConfigError: it does not; names the field.
     """
     check_rl(rl, rollout)
+    _check_base(config)
     refuse_own_loss(config.train, "tune rl")
     if config.numerics.compute == "fp16":
         raise ConfigError(

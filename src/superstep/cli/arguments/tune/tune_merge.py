@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from superstep.cli.flags.options import read_names
 from superstep.errors import ConfigError
@@ -23,6 +24,9 @@ class MergeOptions:
     """The folder to create."""
     base: str = ""
     """The folder of the base weights, if they have moved since training."""
+    onto: Literal["original", "quantized"] = "original"
+    """Of an adapter that was trained beside a base in few bits: the weights it is added to, those of the folder, or as
+    training had them."""
 
 
 def read(argv: Sequence[str]) -> tuple[Path, MergeOptions]:

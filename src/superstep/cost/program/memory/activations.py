@@ -82,7 +82,7 @@ from superstep.cost.program.buffers import (
     FP32,
     INDEX,
     TOKEN,
-    count_fetched_numel,
+    count_fetched_bytes,
     count_settled_numel,
     gradient_bytes,
     has_fused_loss,
@@ -156,7 +156,7 @@ def unit_bytes(run: Resolved) -> tuple[UnitBytes, ...]:
     ]
     return tuple(
         UnitBytes(
-            params=e * count_fetched_numel(run, unit),
+            params=count_fetched_bytes(run, unit),
             gradient=gradient_bytes(run) * count_settled_numel(run, unit),
             kept_all=whole,
             kept_selective=kept_selective,

@@ -16,6 +16,7 @@ from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     FP32,
     count_held_numel,
+    element_bytes,
     family_numel,
     gradient_bytes,
     is_exact,
@@ -70,15 +71,16 @@ def weights_bytes(run: Resolved, program: Program) -> tuple[int, ...]:
     """
     if run.config.lora is not None and not zero_stage(run, "frozen").shards_parameters:
         return (0,) * program.pp
-    owned, e = rank_parameters(run), ELEMENT_BYTES[run.config.numerics.compute]
+    owned = rank_parameters(run)
     parts = []
     for rank in range(program.pp):
-        numel = 0
+        held = 0
         for family in run.plan.families:
             ways = run.plan.mesh.shards(family) if run.plan.shards_parameters else 1
             if family != "adapters":
-                numel += sum(family_numel(run, owned[u], family) // ways for u in program.list_held_units(rank))
-        parts.append(e * numel)
+                numel = sum(family_numel(run, owned[u], family) // ways for u in program.list_held_units(rank))
+                held += element_bytes(run, family) * numel
+        parts.append(held)
     return tuple(parts)
 
 
@@ -92,7 +94,7 @@ def _rank(run: Resolved, owned: Sequence[UnitParameters], units: Sequence[int], 
         whole = sum(family_numel(run, unit, family) for unit in held)
         share = sum(count_held_numel(run, unit, family) for unit in held)
         if not run.plan.trains(family):
-            params += ELEMENT_BYTES[compute] * (share if sharding.shards_parameters else whole)
+            params += element_bytes(run, family) * (share if sharding.shards_parameters else whole)
             continue
         # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
         # is.

@@ -80,11 +80,19 @@ def head_workspace(run: Resolved) -> tuple[int, int]:
 
 def block_workspace(run: Resolved, mixer: AttentionRule | DeltaShape) -> tuple[int, int]:
     """The same of a block: of its feed-forward, or of its linear attention where that is larger."""
-    own = _feed_forward_workspace(run)
+    forward, backward = _feed_forward_workspace(run)
+    own = max(forward, count_unpacked(run)), max(backward, count_unpacked(run))
     if isinstance(mixer, AttentionRule):
         return own
     of_mixer = linear_attention.count_workspace(run, local_dims(run), mixer)
     return max(own[0], of_mixer[0]), max(own[1], of_mixer[1])
+
+
+def count_unpacked(run: Resolved) -> int:
+    """Bytes of the largest frozen matrix in blocks on a rank, as a product reads it."""
+    packed = [p for unit in run.outline.units for p in unit.parameters if p.block_format]
+    elements = (p.numel(run.plan.rules, run.plan.mesh.tp) for p in packed)
+    return max(elements, default=0) * ELEMENT_BYTES[run.config.numerics.compute]
 
 
 def _feed_forward_workspace(run: Resolved) -> tuple[int, int]:

@@ -114,7 +114,8 @@ def _unit(run: Resolved, program: Program, source: InstructionPrices, unit: int,
         shards = CollectiveRanks(mesh.shards(family), mesh.ep if family == "experts" else mesh.tp)
         copies = CollectiveRanks(mesh.replicas, shards.stride * shards.count)
         gradients = source.gradient_bytes * elements
-        fetch_s += source.collective_s("all-gather", source.parameter_bytes * elements, shards)
+        fetched = elements if family == "packed" else source.parameter_bytes * elements
+        fetch_s += source.collective_s("all-gather", fetched, shards)
         if not run.plan.trains(family):
             continue
         reduce_s += source.collective_s(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from superstep.cost.program.buffers import (
     ELEMENT_BYTES,
     FP32,
-    count_fetched_numel,
+    count_fetched_bytes,
     count_settled_numel,
     gradient_bytes,
     gradient_numel,
@@ -157,11 +157,10 @@ def sizes_of(run: Resolved, operations: Sequence[UnitOperations] | None) -> tupl
     """Units' bytes for a user's model, as traced from its operations."""
     if run.decoder is not None or operations is None:
         return None
-    e = ELEMENT_BYTES[run.config.numerics.compute]
     values = [count_value_bytes(operations, value) for value in range(len(operations))]
     return tuple(
         UnitBytes(
-            params=e * count_fetched_numel(run, unit),
+            params=count_fetched_bytes(run, unit),
             gradient=gradient_bytes(run) * count_settled_numel(run, unit),
             kept_all=operation.kept_bytes,
             kept_selective=operation.kept_bytes,

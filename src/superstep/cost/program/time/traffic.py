@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from superstep.cost.program.buffers import (
-    ELEMENT_BYTES,
     FP32,
+    element_bytes,
     family_numel,
     list_trained_families,
     share_numel,
@@ -86,7 +86,7 @@ def _within(operations: Operations) -> Iterator[AxisTraffic]:
 
 def _over_shards(run: Resolved, unit: int, *, is_fetch: bool) -> Iterator[AxisTraffic]:
     owned = rank_parameters(run)[unit]
-    element = ELEMENT_BYTES[run.config.numerics.compute] if is_fetch else FP32
     for family in run.plan.families if is_fetch else list_trained_families(run):
         if run.plan.mesh.shards(family) > 1 and (zero_stage(run, family).shards_optimizer or not is_fetch):
+            element = element_bytes(run, family) if is_fetch else FP32
             yield AxisTraffic("shards", element * family_numel(run, owned, family))
