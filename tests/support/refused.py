@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
         ["lora.base = 'nf4': model.layers.0.mlp.down_proj has 352 inputs", "blocks of 64", "leave lora.base out"],
     ),
     (
-        {"lora__base": "nf4", "model__ffn": 384, "plan__tp": 4},
+        {"lora__base": "nf4", "model__ffn": 384, "model__kv_heads": 4, "plan__tp": 4},
         None,
         ["plan.tp = 4 with lora.base = 'nf4'", "2 blocks of 64", "set plan.tp to 2"],
     ),
