@@ -76,7 +76,7 @@ def train_beside(run: Resolved, corpus: Path) -> dict[str, float]:
 def bytes_per_weight(run: Resolved) -> float:
     """Bytes of the base's linears in blocks, for each of their weights."""
     matrices = [p.dims for owned in run.outline.owned for p in owned if p.block_format]
-    return sum(unit.packed_on_rank(1) for unit in rank_parameters(run)) / sum(map(math.prod, matrices))
+    return sum(unit.count_packed_on_rank(1) for unit in rank_parameters(run)) / sum(map(math.prod, matrices))
 
 
 def summarize(name: str, rows: Sequence[dict[str, dict[str, float]]]) -> dict[str, float | list[float]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from superstep.kernels.packed.pack import NF4, BlockPlace, pack, unpack_by_torch, whole_place
-from superstep.kernels.packed.unpack import PackedWeight, packed_linear
+from superstep.kernels.packed.unpack import PackedWeight, multiply_packed
 from superstep.plan.block_weights import BLOCK, BLOCK_BYTES, block_sizes
 
 FORMATS = ["nf4", "int8"]
@@ -66,7 +66,7 @@ def test_a_product_passes_the_gradient_of_its_input():
     w, x = weights(96, 128), torch.randn(3, 5, 128, requires_grad=True)
     packed = PackedWeight(*pack(w, "nf4"), whole_place(96, 128), "nf4")
     bias, whole = torch.ones(96), packed.unpack(torch.float32)
-    y = packed_linear(x, packed, bias)
+    y = multiply_packed(x, packed, bias)
     assert torch.equal(y, torch.nn.functional.linear(x, whole) + bias)
     grad = torch.randn_like(y)
     y.backward(grad)

@@ -140,4 +140,4 @@ def test_a_base_in_blocks_has_few_bytes():
     packed = [p for unit in units_of(run) for p in unit.params.values() if p.packed]
     each = [unit for unit in rank_parameters(run) if unit.whole_packed]
     weights = sum(p.packed.shape[0] * p.packed.shape[1] for p in packed if not p.packed.is_scales)
-    assert sum(unit.packed_on_rank(1) for unit in each) <= 0.53 * weights
+    assert sum(unit.count_packed_on_rank(1) for unit in each) <= 0.53 * weights

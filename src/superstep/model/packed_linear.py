@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from superstep.kernels.packed.pack import BlockPlace, whole_place
-from superstep.kernels.packed.unpack import PackedWeight, Weight, packed_linear
+from superstep.kernels.packed.unpack import PackedWeight, Weight, multiply_packed
 from superstep.model.unit import PackedPart, ParamSpec
 from superstep.plan.block_weights import BLOCK, BLOCK_BYTES, BlockFormat, block_sizes
 
@@ -65,7 +65,7 @@ def weight_of(layer: nn.Linear) -> Weight:
 def multiply(x: Tensor, weight: Weight, bias_O: Tensor | None) -> Tensor:
     """x · weightᵀ + bias."""
     if isinstance(weight, PackedWeight):
-        return packed_linear(x, weight, bias_O)
+        return multiply_packed(x, weight, bias_O)
     return F.linear(x, weight, bias_O)
 
 

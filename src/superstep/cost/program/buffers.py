@@ -33,7 +33,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "statistics": unit.statistics,
         "sparse": unit.sparse,
         "frozen": unit.frozen_on_rank(mesh.tp),
-        "packed": unit.packed_on_rank(mesh.tp),
+        "packed": unit.count_packed_on_rank(mesh.tp),
     }[family]
     pieces = unit.row_width if family == "sparse" else 1
     return pad(numel, mesh.shards(family) * pieces) if numel else 0

@@ -107,7 +107,7 @@ class UnitParameters:
         """Elements that are not trained on one tensor-parallel rank."""
         return self.frozen // tp + self.whole_frozen
 
-    def packed_on_rank(self, tp: int) -> int:
+    def count_packed_on_rank(self, tp: int) -> int:
         """Bytes of matrices in blocks on one tensor-parallel rank."""
         return self.packed // tp + self.whole_packed
 

@@ -21,7 +21,7 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
-from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
+from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
 from superstep.model.packed_linear import PackedLinear, weight_of
 from superstep.numerics.invariant_matmul import product, tree_sum
 
@@ -73,12 +73,12 @@ class _Linear(torch.autograd.Function):
         ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
         ctx.save_for_backward(None if sink is None else x_BSI, own)
         ctx.sink, ctx.cut = sink, cut
-        return forward_product(x_BSI, unpacked(weight, x_BSI.dtype), cut)
+        return forward_product(x_BSI, take_matrix(weight, x_BSI.dtype), cut)
 
     @staticmethod
     def backward(ctx: Any, grad_BSO: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
         x_BSI, own = ctx.saved_tensors
-        weight_OI = unpacked(ctx.packed or own, grad_BSO.dtype)
+        weight_OI = take_matrix(ctx.packed or own, grad_BSO.dtype)
         cut: ReductionCut = ctx.cut
         dx = cut.find_input_gradient(grad_BSO.flatten(0, -2), weight_OI)
         if ctx.sink is not None:
@@ -144,7 +144,7 @@ class _Bias(torch.autograd.Function):
 def linear(x_BSI: Tensor, weight: Weight, sink: GradientSink | None, cut: ReductionCut) -> Tensor:
     """x · weightᵀ; the weight's gradient goes to ``sink``, if there is one."""
     if not torch.is_grad_enabled():
-        return forward_product(x_BSI, unpacked(weight, x_BSI.dtype), cut)
+        return forward_product(x_BSI, take_matrix(weight, x_BSI.dtype), cut)
     # The sum bypasses autograd, so the graph needs the weight where the input has no gradient.
     out: Tensor = _Linear.apply(x_BSI, weight, sink, cut)  # type: ignore[no-untyped-call]
     return out

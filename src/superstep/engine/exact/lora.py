@@ -18,7 +18,7 @@ from torch import Tensor
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient, forward_product
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
-from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
+from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
 from superstep.model.packed_linear import weight_of
 from superstep.numerics.invariant_matmul import product
@@ -72,7 +72,7 @@ def _sum(
     x_BSI: Tensor, weight: Weight, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, parts: _Parts
 ) -> tuple[Tensor, Tensor]:
     """The layer's output and A(x)."""
-    y_BSO = forward_product(x_BSI, unpacked(weight, x_BSI.dtype), parts.linear)
+    y_BSO = forward_product(x_BSI, take_matrix(weight, x_BSI.dtype), parts.linear)
     if bias_O is not None:
         y_BSO = y_BSO + bias_O
     h_BSR = forward_product(x_BSI if parts.mask is None else parts.mask(x_BSI), a_RI, parts.a)
@@ -116,7 +116,7 @@ class _Adapted(torch.autograd.Function):
         parts.sink_a.sums.do(partial(_add_to_a, parts, dh_BSR, x_BSI.detach()))
         dx = None
         if ctx.needs_input_grad[0]:
-            weight_OI = unpacked(ctx.packed or own, grad_BSO.dtype)
+            weight_OI = take_matrix(ctx.packed or own, grad_BSO.dtype)
             dx = parts.linear.find_input_gradient(grad_TO, weight_OI)
             added = product(dh_BSR.flatten(0, -2), a_RI)
             if parts.mask is not None:

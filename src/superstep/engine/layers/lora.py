@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superstep.engine.layers.grad_accumulation import GradientSums
 from superstep.engine.layers.implementation import Forward, Implementation
-from superstep.kernels.packed.unpack import PackedWeight, Weight, unpacked
+from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
 from superstep.model.packed_linear import weight_of
 from superstep.numerics.accumulate_product import add_product
@@ -63,7 +63,7 @@ def _sum(
     added_TO = _narrow(h_TR, b_OR.t(), scale)
     if bias_O is not None:
         added_TO += bias_O
-    return torch.addmm(added_TO, x_TI, unpacked(weight, x.dtype).t()).view(*x.shape[:-1], -1), h_TR
+    return torch.addmm(added_TO, x_TI, take_matrix(weight, x.dtype).t()).view(*x.shape[:-1], -1), h_TR
 
 
 def _narrow(left: Tensor, right: Tensor, scale: float = 1.0) -> Tensor:
@@ -113,7 +113,7 @@ class _Adapted(torch.autograd.Function):
         ctx.sums.do(partial(_add_to_a, into_a, grad_TR, x.detach(), ctx.mask))
         if not ctx.needs_input_grad[0]:
             return (None,) * 10
-        weight_OI = unpacked(ctx.packed or own, grad.dtype)
+        weight_OI = take_matrix(ctx.packed or own, grad.dtype)
         if ctx.mask is None:
             dx = (grad_TO @ weight_OI).addmm_(grad_TR, a_RI).view_as(x)
         else:

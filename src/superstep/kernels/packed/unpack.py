@@ -48,12 +48,12 @@ Weight = Tensor | PackedWeight
 """A frozen weight as a layer reads it."""
 
 
-def unpacked(weight: Weight, dtype: torch.dtype) -> Tensor:
+def take_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
     """The matrix of a weight: itself, or unpacked to ``dtype``."""
     return weight.unpack(dtype) if isinstance(weight, PackedWeight) else weight
 
 
-def packed_linear(x: Tensor, weight: PackedWeight, bias_O: Tensor | None) -> Tensor:
+def multiply_packed(x: Tensor, weight: PackedWeight, bias_O: Tensor | None) -> Tensor:
     """x · weightᵀ + bias; the input alone has a gradient."""
     out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
     return out if bias_O is None else out + bias_O
