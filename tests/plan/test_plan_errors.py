@@ -322,6 +322,7 @@ HF: list[tuple[dict[str, object], str]] = [
     ),
     ({"model_type": "minimax"}, "has layers of linear attention, which Superstep can neither train nor price"),
     ({"model_type": "qwen3_vl"}, "model_type = 'qwen3_vl' reads pictures: superstep train and prove take it"),
+    ({"model_type": "qwen3_vl_moe"}, "'qwen3_vl_moe' has experts behind an encoder of pictures, which Superstep can"),
     ({"model_type": ["llama"]}, "model_type = ['llama'] is not supported"),
     ({**QWEN2, "layer_types": 5}, "layer_types = 5 must be a list of num_hidden_layers = 4 entries"),
     ({**QWEN2, "layer_types": ["full_attention"] * 3}, "must be a list of num_hidden_layers = 4 entries"),

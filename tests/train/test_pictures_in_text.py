@@ -13,6 +13,13 @@ from superstep.engine.values.microbatch import number_equal
 from superstep.model.multimodal.place_rows import place_rows
 
 SPREAD = "--plan.encoder", "spread"
+EXPERTS = """
+from dataclasses import replace
+from superstep.plan.config import ModelConfig
+from superstep.plan.model.sizes.lookup import shape_of
+
+DECODER = replace(DECODER, moe=shape_of(ModelConfig(name="tiny", experts=4)).moe)
+SHAPE = V"""
 EXACT_TP = "--numerics.exact", "true", "--plan.tp", "2", "--plan.sequence-parallel", "false"
 
 
@@ -80,6 +87,7 @@ def test_a_run_goes_on_with_the_same_bits(here):
         (("", ""), ["--plan.cp", "5"], "CAPACITY = 24 must be a multiple of 10: plan.cp = 5 cuts it into 10 chunks"),
         (("", ""), ["--plan.cp", "2", "--numerics.exact", "true"], "a sequence has 1 parts, as many for each"),
         (("", ""), ["--plan.ep", "2"], "plan.ep = 2"),
+        (("SHAPE = V", EXPERTS), [], "the decoder behind encoders has a mixture of 4 experts, and tokens are sent to"),
         (("", ""), ["--plan.pp", "2", "--plan.schedule", "interleaved", "--plan.chunks", "2"], "rank 0 twice"),
         (("", ""), SPREAD, "shares an encoder between pipeline ranks, and plan.pp = 1"),
         (("", ""), ["--plan.encoder", "bubbles"], "'bubbles' shares an encoder between pipeline ranks, and"),

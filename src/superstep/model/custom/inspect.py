@@ -73,6 +73,11 @@ def outline_of(specs: Sequence[UnitSpec], where: str) -> Outline:
         if any(unit.name == spec.name for unit in units):
             raise ConfigError(f"{where}: two units have the name '{spec.name}'; give each its own.")
         check_inputs(spec, specs, units, where)
+        if spec.decoder is not None and spec.decoder.moe is not None:
+            raise ConfigError(
+                f"{where}: the decoder behind encoders has a mixture of {spec.decoder.moe.experts} experts, and tokens "
+                "are sent to experts in decoders of text alone; give it a dense feed-forward, moe=None."
+            )
         for name in spec.takes:
             if name not in GIVEN:
                 raise ConfigError(f"{where}: unit '{spec.name}' takes '{name}'{did_you_mean(name, GIVEN)}")

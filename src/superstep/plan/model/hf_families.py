@@ -270,6 +270,7 @@ OTHER_LAYERS: dict[str, str] = {
     **dict.fromkeys(("kimi_linear", "minimax"), "layers of linear attention"),
     **dict.fromkeys(("recurrent_gemma", "rwkv"), "recurrent layers"),
     **dict.fromkeys(("lfm2", "lfm2_moe"), "layers of short convolutions"),
+    "qwen3_vl_moe": "experts behind an encoder of pictures",
 }
 """Model types with layers other than attention, and what these are."""
 
