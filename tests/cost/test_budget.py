@@ -22,6 +22,7 @@ from superstep.plan.config_io import parse_config, write_config
 from superstep.plan.resolution.resolve import resolve
 from superstep.program import instructions as ins
 from superstep.program.compile import compile_step
+from superstep.run.reports.plan_line import plan_text
 from superstep.train.weights import fit_budget as fit_module
 from superstep.train.weights import model as model_module
 from superstep.train.weights.model import resolve_config
@@ -98,6 +99,9 @@ def test_microbatches_of_a_unit_differ_and_so_do_their_instructions():
     run = run_of(f"{budgets_of(layout)[2]}B", **layout)
     made = apply_kept(run, choose_kept(*priced(run)).best.kept)
     assert any(len(set(own)) > 1 for own in made.plan.kept)
+    counts = count_choices(made.plan.kept)
+    assert f"keeps ({', '.join(f'{choice} {count}' for choice, count in counts.items())})" in plan_text(made)
+    assert sum(counts.values()) == 10 * 8
     again = {(i.unit, i.microbatch) for i in compile_step(made.plan).ranks[0] if isinstance(i, ins.Recompute)}
     chosen = {(u, m) for u, own in enumerate(made.plan.kept) for m, choice in enumerate(own) if choice == "input"}
     assert again == chosen

@@ -17,6 +17,7 @@ import small
 from strict_ranks import SETTINGS, gpu_of, peak_of_two_steps
 from superstep.comm.device import Device
 from superstep.comm.mesh import build_mesh
+from superstep.cost.program.budget.choose_kept import count_choices
 from superstep.cost.program.memory.memory import rank_bytes
 from superstep.cost.program.memory.memory_fit import memory_of, with_communicators
 from superstep.engine.activations.saved_activations import with_kept
@@ -35,6 +36,7 @@ from superstep.plan.resolution.resolve import resolve
 from superstep.program.compile import compile_step
 from superstep.run.memory_check import require_fit
 from superstep.train.proof.prove_tolerance import TIMEOUT
+from superstep.train.weights.fit_budget import fit_budget
 from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.strict
@@ -121,6 +123,31 @@ def test_a_peak_is_its_prediction(pool, name):
     ranks = rank_bytes(run, compile_step(run.plan))
     for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
         assert abs(peak / ranks[at].bytes - 1) < NEAR, (at, peak, ranks[at].bytes)
+
+
+BUDGETS = {
+    "one": {},
+    "gpipe bf16": BF16 | {"schedule": "gpipe"},
+    "to the host": {"schedule": "gpipe", "activations": ("host",)},
+    "pp": {"pp": 2, "schedule": "1f1b"},
+    "zb-h1": {"pp": 2, "schedule": "zb-h1"},
+    "zero 3": {"dp": 2, "zero": 3},
+}
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_peak_is_within_its_budget(pool, name):
+    layout = BUDGETS[name] | {"microbatch": 1}
+    plain = {key: value for key, value in layout.items() if key != "activations"}
+    most, least = (
+        max(rank.bytes for rank in rank_bytes(run, compile_step(run.plan)))
+        for run in (on_gpu(plain), on_gpu(plain | {"recompute": "full"}))
+    )
+    budget = int(least + 0.4 * (most - least))
+    run = fit_budget(on_gpu(layout | {"recompute": "auto", "memory": f"{budget}B"}), None)
+    assert set(count_choices(run.plan.kept)) > {"all"}
+    for at, peak in pool.run(run.plan.mesh.world, peak_of_steps, run, timeout_s=60):
+        assert peak <= budget, (at, peak, budget)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp", "pp", "ring", "zero 3"])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from superstep.cost.program.budget.choose_kept import count_choices
 from superstep.plan.config import LOOPED
 from superstep.plan.resolution.resolve import Resolved
 
 
 def plan_text(run: Resolved) -> str:
     """The plan of a run on one line, in training's first lines."""
-    return " ".join([*_ranks(run), *_schedule(run), _microbatches(run), run.config.numerics.compute])
+    return " ".join([*_ranks(run), *_schedule(run), _microbatches(run), *_count_kept(run), run.config.numerics.compute])
 
 
 def layout_text(run: Resolved) -> str:
@@ -58,6 +59,12 @@ def _schedule(run: Resolved) -> list[str]:
     chunks = [f"chunks={plan.chunks}"] if plan.chunks > 1 else []
     encoder = [f"encoder={plan.encoder}"] if plan.encoders else []
     return [plan.schedule, *chunks, *encoder] if plan.mesh.pp > 1 or chunks else []
+
+
+def _count_kept(run: Resolved) -> list[str]:
+    """How many activations of units and microbatches have each choice, where they are chosen."""
+    counts = ", ".join(f"{choice} {count}" for choice, count in count_choices(run.plan.kept).items())
+    return [f"keeps ({counts})"] if counts else []
 
 
 def _microbatches(run: Resolved) -> str:
