@@ -17,6 +17,7 @@ import torch
 
 from bench.machine import write_result
 from superstep.data.token_files import open_corpus
+from superstep.data.tokenizer import load_tokenizer
 from superstep.serve.batch_generate import generate
 from superstep.serve.build_engine import open_engine
 from superstep.serve.compute.linears.quantize import FORMATS
@@ -24,6 +25,8 @@ from superstep.serve.config import ServeConfig
 from superstep.serve.scheduling.request import Sampling
 from superstep.train.weights.weights_folder import newest_checkpoint
 
+CALIBRATION = 1024
+"""Tokens of a window of the calibration text."""
 RESULT = Path(__file__).parent / "results" / "serve_quantized.json"
 
 
@@ -32,6 +35,14 @@ def windows(run: Path, count: int, tokens: int) -> list[list[int]]:
     text = open_corpus(run / "data").validation.tokens
     step = (len(text) - tokens) // max(count - 1, 1)
     return [[int(token) for token in text[at : at + tokens]] for at in range(0, step * count, step)]
+
+
+def write_calibration(run: Path, file: Path) -> Path:
+    """Write windows of the run's training text, for GPTQ."""
+    text, decode = open_corpus(run / "data").train.tokens, load_tokenizer(run / "data" / "tokenizer.json").decode
+    parts = [decode(list(map(int, text[at : at + CALIBRATION]))) for at in range(0, len(text), len(text) // 64)]
+    file.write_text("\n".join(parts), encoding="utf-8")
+    return file
 
 
 def perplexity(folder: Path, prompts: list[list[int]], **settings: object) -> float:
@@ -54,9 +65,12 @@ def main() -> None:
     found = {"fp32": perplexity(folder, prompts, compute="fp32")}
     for name in ("", *(row.name for row in FORMATS)):
         found[name or "bf16"] = perplexity(folder, prompts, compute="bf16", quantize=name, kernels=kernels)
+    with tempfile.TemporaryDirectory() as room:
+        settings = {"quantize": "int4", "calibration": write_calibration(asked.run, Path(room) / "text.txt")}
+        found["int4 by GPTQ"] = perplexity(folder, prompts, compute="bf16", kernels=kernels, **settings)
     rise = {name: value / found["bf16"] - 1 for name, value in found.items()}
     for name, value in found.items():
-        print(f"{name:6} perplexity {value:.3f}  {rise[name]:+.3%} of bf16")
+        print(f"{name:12} perplexity {value:.3f}  {rise[name]:+.3%} of bf16")
     write_result(
         asked.out,
         checkpoint=folder.name,

@@ -133,6 +133,9 @@ FIGURES: dict[str, Figure] = {
     "serve_predicted-exact.json": Figure(
         "an exact server, predicted and measured", "bench.serve_predicted --ways 'bf16 exact' --json", "2026-11-22"
     ),
+    "lora_base.json": Figure(
+        "the loss of adapters beside a base in few bits", "bench.lora_base runs/wide", "2026-11-28"
+    ),
     "serve_quantized.json": Figure(
         "perplexity of quantized weights", "bench.serve_quantized runs/demo --windows 128", "2026-11-22"
     ),

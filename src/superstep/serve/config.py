@@ -52,6 +52,7 @@ class ServeConfig:
         tp: ranks that share the model.
         dp: replicas of it on this host, each with ranks of its own, which share the cores and the memory.
         quantize: a format of ``compute.quantize``; empty keeps the weights.
+        calibration: a text file by which codes of 4 bits are chosen; None rounds to the nearest.
         kernels: the folder of the compiled decoder; None uses torch.
         adapters: names and folders of the adapters from the start.
         replay: a file for the log of the engine's steps; None writes none.
@@ -71,6 +72,7 @@ class ServeConfig:
     tp: int = 1
     dp: int = 1
     quantize: str = ""
+    calibration: Path | None = None
     kernels: Path | None = None
     adapters: tuple[tuple[str, Path], ...] = ()
     replay: Path | None = None
@@ -105,6 +107,15 @@ def check_ranges(serve: ServeConfig) -> None:
         value = getattr(serve, name)
         if value and value not in choices:
             raise ConfigError(f"serve.{name} = '{value}' is not known{did_you_mean(value, choices)}")
+    _check_calibration(serve)
+
+
+def _check_calibration(serve: ServeConfig) -> None:
+    if serve.calibration is not None and serve.quantize != "int4":
+        raise ConfigError(
+            f"serve.calibration = '{serve.calibration}': a text chooses codes of 4 bits alone; set serve.quantize to "
+            "int4, or leave serve.calibration out."
+        )
 
 
 def plan_of(folder: Path, serve: ServeConfig) -> Resolved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from superstep.comm.device import Device
 from superstep.comm.mesh import Group
 from superstep.cost.serve import RankModelSize, model_of_rank
+from superstep.data.tokenizer import load_tokenizer
 from superstep.engine.exact.machine_check import require_exact
 from superstep.errors import ConfigError
 from superstep.hardware.host import cores
@@ -42,6 +43,8 @@ class KnownModel:
 
 
 NOTHING = KnownModel()
+WINDOWS, WINDOW_TOKENS = 128, 512
+"""The most windows of a calibration text, and the most tokens of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +109,43 @@ def load_rank(
         kernels=serve.kernels,
         threads=threads,
         has_adapters=bool(serve.adapters),
+        calibration=read_windows(serve.calibration, folder, min(context_tokens, WINDOW_TOKENS)),
     )
     forward, memory = choose(served, settings, tp, device)
     guessing = None
     if small is not None:
-        guessing, beside = choose(small, settings, tp, device)
+        guessing, beside = choose(small, replace(settings, calibration=()), tp, device)
         memory.sleep_with(beside)
     give_back()
     party, is_paged = CommandChannel(memory, weights, tp, device, serve.read_timeout_s), memory.is_paged
     return Rank(run, forward, party, pages, context_tokens, is_paged, guessing)
+
+
+def read_windows(text: Path | None, folder: Path, tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Windows of a calibration text, spread evenly over it; () without a text.
+
+    Args:
+        text: the file.
+        folder: of the model and its tokenizer.
+        tokens: of a window.
+
+    Raises:
+        ConfigError: there is no such text, or it is shorter than a window.
+        StateError: the folder has no tokenizer.
+    """
+    if text is None:
+        return ()
+    if not text.is_file():
+        raise ConfigError(f"serve.calibration = '{text}' is no file; name a text file.")
+    ids = load_tokenizer(folder / "tokenizer.json").encode(text.read_text(encoding="utf-8", errors="replace"))
+    if len(ids) < tokens:
+        raise ConfigError(
+            f"serve.calibration = '{text}' has {len(ids)} tokens; name a text of at least {tokens}, better "
+            f"{WINDOWS * tokens}."
+        )
+    count = min(WINDOWS, len(ids) // tokens)
+    step = (len(ids) - tokens) // max(count - 1, 1)
+    return tuple(tuple(map(int, ids[number * step : number * step + tokens])) for number in range(count))
 
 
 def give_back() -> None:

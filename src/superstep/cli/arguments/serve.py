@@ -54,6 +54,8 @@ class ServeOptions:
     """The most requests that run at once."""
     quantize: Quantize | None = None
     """Quantization of weights: int8 and int4 of weights alone, w8a8 of activations as well; none keeps the weights."""
+    calibration: str | None = None
+    """A text file by which the codes of int4 are chosen (GPTQ, Frantar 2022); none rounds to the nearest."""
     adapters: str | None = None
     """Adapters in peft's format: a folder, NAME=FOLDER, or a folder of such folders, each with its own name; several
     separated by commas.

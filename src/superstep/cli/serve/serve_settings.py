@@ -38,6 +38,7 @@ def serve_config(run: RunConfig | None, options: ServeSettings) -> ServeConfig:
         tp=options.plan.tp,
         dp=options.plan.dp,
         quantize=settings.quantize or "",
+        calibration=None if settings.calibration is None else Path(settings.calibration),
         kernels=kernels_folder(settings.kernels),
         adapters=folders_of(settings.adapters or ""),
         speculate=guesser_folder(settings.speculate or ""),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -13,7 +13,13 @@ from superstep.serve.compute.linears.panel_weights import in_panels
 from superstep.serve.compute.linears.quantize import format_named
 
 
-def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str | None) -> Linears:
+def make_fast(
+    modules: Sequence[nn.Module],
+    built: BuildResult,
+    *,
+    quantize: str | None,
+    first_packs: Mapping[nn.Linear, Pack] | None = None,
+) -> Linears:
     """Replace the linears of a rank's units. The weights must be loaded; after an update, call ``lay_out`` of the
     result.
 
@@ -21,6 +27,7 @@ def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str
         modules: the units; their parameters need no gradient.
         built: the compiled decoder, or the reason why there is none.
         quantize: a format of ``quantize.FORMATS``; None keeps the weights.
+        first_packs: as for ``Linears``.
 
     Raises:
         ConfigError: the format is unknown.
@@ -28,7 +35,7 @@ def make_fast(modules: Sequence[nn.Module], built: BuildResult, *, quantize: str
     if quantize is None:
         return Linears(modules, pack_weight if built.library is None else in_panels(built.library, pack_weight))
     row = format_named(quantize)
-    return Linears(modules, _pack(built, row.name), _pack(built, row.head))
+    return Linears(modules, _pack(built, row.name), _pack(built, row.head), first_packs)
 
 
 def _pack(built: BuildResult, name: str) -> Pack:

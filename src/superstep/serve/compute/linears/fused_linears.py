@@ -12,7 +12,7 @@ views of one buffer, which cannot be freed in parts; and a tied embedding reads 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -68,17 +68,25 @@ class Linears:
         modules: their plain linears are replaced; one with a forward, hooks or options of its own is not.
         pack: lays out the weights.
         pack_head: the same for the head.
+        first_packs: those of the weights as they are now, by the first linear of those that read one input.
 
     Attributes:
         changes: times that weights were replaced or dropped.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], pack: Pack, pack_head: Pack | None = None) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        pack: Pack,
+        pack_head: Pack | None = None,
+        first_packs: Mapping[nn.Linear, Pack] | None = None,
+    ) -> None:
         self.changes = 0
         self._rows: list[_Row] = []
         for layers, is_head in [row for module in modules for row in rows_of(module, is_plain_linear)]:
             row = _Row(layers, (pack_head or pack) if is_head else pack, _Shared([x.out_features for x in layers]))
-            if not row.lay_out():
+            first = (first_packs or {}).get(layers[0])
+            if not (row.lay_out() if first is None else replace(row, pack=first).lay_out()):
                 continue
             self._rows.append(row)
             for place, layer in enumerate(layers):

@@ -13,6 +13,8 @@ from superstep.serve.compute.compiled.compiled_exact import compile_exactly
 from superstep.serve.compute.kernels.build import build
 from superstep.serve.compute.kv_cache import KvCache
 from superstep.serve.compute.linears.fast_linears import make_fast
+from superstep.serve.compute.linears.gptq import calibrate
+from superstep.serve.compute.linears.quantize import format_named
 from superstep.serve.compute.lora import Adapters
 from superstep.serve.compute.paged_attention import PagedAttention
 from superstep.serve.compute.runner.model_runner import Compute
@@ -33,6 +35,7 @@ class ComputeSettings:
         kernels: the folder for the compiled decoder; None uses torch.
         threads: of a step in exact mode; torch's own operations have one.
         has_adapters: whether there are adapters from the start.
+        calibration: windows of tokens by which codes of 4 bits are chosen; () rounds to the nearest.
     """
 
     pages: int
@@ -41,6 +44,7 @@ class ComputeSettings:
     kernels: Path | None
     threads: int
     has_adapters: bool = False
+    calibration: tuple[tuple[int, ...], ...] = ()
 
 
 def choose(
@@ -76,7 +80,10 @@ def choose(
                 return compute.compute, RankMemory(served, tiled, compute.products)
         linears = None
     else:
-        linears = make_fast(served.modules, built, quantize=settings.quantize or None)
+        first_packs = None
+        if settings.calibration:
+            first_packs = calibrate(served, format_named(settings.quantize), settings.calibration)
+        linears = make_fast(served.modules, built, quantize=settings.quantize or None, first_packs=first_packs)
     # The compiled attention has neither soft cap nor position bias nor sinks.
     is_plain = not shape.has_blockwise_rule and not shape.style.attention_sinks
     if built.library is None or linears is None or not is_plain:
