@@ -1,6 +1,8 @@
 """Runs on text, pictures and both: an encoder's rows at the places of their tokens, on every layout."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,15 @@ def test_ranks_that_share_tokens_have_the_same_bits(here, capfd):
     layout = ["--plan.cp", "2", "--plan.pp", "2", "--plan.dp", "1", "--plan.zero", "0", "--numerics.exact-chunks", "4"]
     assert main(["prove", "run.toml", "--exact", *layout]) == 0
     assert " 0 with other bits" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("here", [(0, 1)], indirect=True, ids=["deepstack"])
+def test_no_unit_waits_for_a_copy_to_the_gpu(here):
+    """In a process of its own: the emulated GPU is loaded before torch."""
+    command = [sys.executable, "-m", "superstep", "prove", "run.toml", "--device", "strict:2"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    assert "NO RACE" in out
+    assert "copy_ to the device (superstep/model" not in out
 
 
 def test_tokens_are_counted_among_equal_ones_of_their_row():

@@ -34,15 +34,17 @@ class RopeOfThree(Rope):
 
     def __init__(self, shape: ModelShape, sections: tuple[int, int, int]) -> None:
         super().__init__(shape)
-        of = [0] * (shape.rotated // 2)
-        for dim in (1, 2):
-            for pair in range(dim, min(3 * sections[dim], len(of)), 3):
-                of[pair] = dim
-        self._dim_of_pair = of
+        self._sections = sections
 
     def _angles(self, positions: Tensor) -> Tensor:
-        of = torch.tensor(self._dim_of_pair, device=positions.device)
-        return positions.float().index_select(-1, of) * self._frequencies(positions.device)
+        return positions.float().index_select(-1, self._dims(positions.device)) * self._frequencies(positions.device)
+
+    def _dims(self, device: torch.device) -> Tensor:
+        """The dim of each pair, [H/2], computed on the device, which waits for no copy."""
+        pair = torch.arange(self.head_dim // 2, device=device)
+        of = pair % 3
+        _, rows, columns = self._sections
+        return ((of == 1) & (pair < 3 * rows)).long() + 2 * ((of == 2) & (pair < 3 * columns)).long()
 
 
 class BlockOfThree(Block):

@@ -55,9 +55,10 @@ class VisionStem(nn.Module):
         share = scaled - low
         for row, wide in ((0, 1 - share[..., 0]), (1, share[..., 0])):
             for column, high in ((0, 1 - share[..., 1]), (1, share[..., 1])):
-                at = low + torch.tensor([row, column], device=low.device)
-                at = at.clamp(max=self.side - 1)
-                place = at[..., 0] * self.side + at[..., 1]
+                at_row, at_column = (
+                    (low[..., dim] + more).clamp(max=self.side - 1) for dim, more in ((0, row), (1, column))
+                )
+                place = at_row * self.side + at_column
                 x_BPD = x_BPD + self.pos_embed(place) * (wide * high).unsqueeze(-1).to(x_BPD.dtype)
         return x_BPD
 
