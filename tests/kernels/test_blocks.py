@@ -96,7 +96,7 @@ def updated(bad=None):
         if bad is not None and number == 5:
             part.grad[-1] = bad
         now = UpdateNumbers(lr=1e-2, decay=0.1, scale=1.7, number=number)
-        update_narrow(part, RULES["adamw"].update, SETTINGS, now, is_adamw=True)
+        update_narrow(part, RULES["adamw"], SETTINGS, now)
     each = (part.moments[name] for name in ("exp_avg", "exp_avg_sq"))
     return [part.param.view(torch.int32), *(x for m in each for x in (m.codes, m.scales.view(torch.int32)))]
 
@@ -128,6 +128,6 @@ def test_an_update_in_8_bits_stays_near_that_of_fp32():
         torch.randn(COUNT, generator=generator, out=part.grad)
         now = UpdateNumbers(lr=1e-2, decay=0.1, scale=1.0, number=number)
         RULES["adamw"].update(param, part.grad, moments, SETTINGS, now)
-        update_narrow(part, RULES["adamw"].update, SETTINGS, now, is_adamw=True)
+        update_narrow(part, RULES["adamw"], SETTINGS, now)
     apart = (part.param - param).norm() / (20 * 1e-2 * COUNT**0.5)
     assert apart < 0.02

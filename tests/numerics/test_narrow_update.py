@@ -46,9 +46,9 @@ def test_an_update_in_bf16_keeps_changes_that_are_less_than_half_a_step(name):
         torch.ones(COUNT, dtype=torch.bfloat16),
         torch.ones(COUNT),
         moments,
-        lambda kind, low, high: words(COUNT, next(calls))[low:high],
+        lambda kind, number, low, high: words(COUNT, next(calls))[low:high],
     )
     for number in range(1, 41):
         now = UpdateNumbers(lr=2**-12, decay=0.0, scale=1.0, number=number)
-        update_narrow(part, RULES[name].update, SETTINGS, now, is_adamw=name == "adamw")
+        update_narrow(part, RULES[name], SETTINGS, now)
     assert part.param.float().mean().item() == pytest.approx(1 - 40 * 2**-12, abs=3e-4)

@@ -13,6 +13,7 @@ from superstep.comm.collectives import sum_over
 from superstep.comm.mesh import Group
 from superstep.comm.objects import gather
 from superstep.engine.flat.buffers import UnitBuffers
+from superstep.engine.flat.narrow_moments import list_narrow_parts
 from superstep.kernels.rows.table_rows import square_rows, update_rows
 from superstep.model.unit import step_of_statistic
 from superstep.numerics.fixed_point import (
@@ -23,6 +24,7 @@ from superstep.numerics.fixed_point import (
     require_exact_loss,
     square_sum,
 )
+from superstep.numerics.narrow.narrow_update import update_narrow
 from superstep.numerics.sending import send
 from superstep.numerics.update_rules import OptimizerSettings, UpdateNumbers, UpdateRule
 
@@ -60,6 +62,7 @@ class Optimizer:
         world: the group of all ranks; None for one rank.
         is_exact: bits are independent of the parameters' cut: no fused kernel, as its vectors and remainder differ, and
             a norm that is summed as integers.
+        seed: of the run, for numbers that are rounded stochastically.
 
     Attributes:
         hyper: the settings of the next update.
@@ -76,6 +79,7 @@ class Optimizer:
         world: Group | None = None,
         *,
         is_exact: bool = False,
+        seed: int = 0,
     ) -> None:
         self._units = units
         self._rule = rule
@@ -86,6 +90,7 @@ class Optimizer:
         self.watcher: UpdateObserver | None = None
         self._of_unit = [_parts([unit]) for unit in units]
         self._of_all = _parts(units)
+        self._narrow = {id(b): list_narrow_parts(b, seed) for b in (unit.buffers for unit in _list_learnt(units))}
 
     def sums(
         self, numbers: Tensor, excess: RangeExcess, flags: Sequence[bool] = ()
@@ -150,12 +155,14 @@ class Optimizer:
         scale = loss_scale * max(norm / self.hyper.clip_norm, 1.0)
         if self.watcher is None:
             self._update_all(self._of_all, lr, scale)
+            self._update_narrow(self._units, lr, scale)
             self._update_rows(self._units, lr, scale)
             _add_statistics(self._units)
         else:
             for unit, updates in zip(self._units, self._of_unit, strict=True):
                 self.watcher.before_update(unit.buffers)
                 self._update_all(updates, lr, scale)
+                self._update_narrow([unit], lr, scale)
                 self._update_rows([unit], lr, scale)
                 _add_statistics([unit])
                 self.watcher.after_update(unit.buffers)
@@ -166,7 +173,7 @@ class Optimizer:
     def _update_all(self, halves: tuple[Parts, Parts], lr: float, scale: float) -> None:
         """Update the parameters with weight decay, and those without. ``scale`` divides their gradients."""
         for (params, grads, moments), decay in zip(halves, (self.hyper.weight_decay, 0.0), strict=True):
-            now = UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps - self.skipped)
+            now = self._numbers(lr, scale, decay)
             if self._rule.fused is None or self._is_exact:
                 for tensors in zip(params, grads, *moments, strict=True):
                     # Temporaries of an update are as large as its block.
@@ -174,6 +181,16 @@ class Optimizer:
                         self._rule.update(param, grad, rest, self.hyper, now)
             elif params:
                 self._rule.fused(params, grads, moments, self.hyper, now)
+
+    def _update_narrow(self, units: Sequence[OwnedRanges], lr: float, scale: float) -> None:
+        """Update the parameters with moments or master weights in fewer bits than fp32."""
+        for unit in units:
+            for part, is_decayed in self._narrow.get(id(unit.buffers), ()):
+                now = self._numbers(lr, scale, self.hyper.weight_decay if is_decayed else 0.0)
+                update_narrow(part, self._rule, self.hyper, now)
+
+    def _numbers(self, lr: float, scale: float, decay: float) -> UpdateNumbers:
+        return UpdateNumbers(lr=lr, decay=decay, scale=scale, number=self.steps - self.skipped)
 
     def _update_rows(self, units: Sequence[OwnedRanges], lr: float, scale: float) -> None:
         """Update touched rows of tables with sparse gradients: by SGD, as other rules move rows without a gradient."""
@@ -218,12 +235,14 @@ def _add_statistics(units: Sequence[OwnedRanges]) -> None:
 
 
 def _parts(units: Sequence[OwnedRanges]) -> tuple[Parts, Parts]:
-    """The parts of units with weight decay, and those without."""
+    """The parts of units with weight decay, and those without; all in fp32."""
     halves: list[list[tuple[Tensor, ...]]] = [[], []]
-    for b in (unit.buffers for unit in _list_learnt(units)):
+    for b in (unit.buffers for unit in _list_learnt(units) if unit.buffers.master.dtype == torch.float32):
         border = min(max(b.layout.decayed - b.start, 0), b.stop - b.start)
+        border = max(border - b.narrow, 0)
+        wide = [buffer[b.narrow :] for buffer in (b.master, b.reduced)]
         for half, part in zip(halves, (slice(0, border), slice(border, None)), strict=True):
-            tensors = tuple(buffer[part] for buffer in (b.master, b.reduced, *b.moments.values()))
+            tensors = tuple(buffer[part] for buffer in (*wide, *b.moments.values()))
             if tensors[0].numel():
                 half.append(tensors)
     decayed, plain = halves

@@ -70,6 +70,7 @@ class StepUpdate:
             ),
             state.mesh.world,
             is_exact=state.run.plan.grain is not None,
+            seed=config.train.seed,
         )
 
     def run(self, context: StepContext, loss: Tensor) -> StepResult:

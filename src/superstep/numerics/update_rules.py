@@ -67,10 +67,16 @@ FusedUpdate = Callable[[list[Tensor], list[Tensor], Sequence[list[Tensor]], Opti
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """An optimizer's update. ``fused``: a kernel that rounds otherwise; None where there is none."""
+    """An optimizer's update.
+
+    Attributes:
+        fused: a kernel that rounds otherwise; None where there is none.
+        is_adamw: whether the kernel of moments in blocks of 8 bits has this update.
+    """
 
     update: Update
     fused: FusedUpdate | None = None
+    is_adamw: bool = False
 
 
 def _adamw(
@@ -136,7 +142,7 @@ def _sgd(
 
 
 RULES: Mapping[OptimizerName, UpdateRule] = {
-    "adamw": UpdateRule(_adamw, _update_fused_adamw),
+    "adamw": UpdateRule(_adamw, _update_fused_adamw, is_adamw=True),
     "lion": UpdateRule(_lion),
     "sgd": UpdateRule(_sgd),
 }

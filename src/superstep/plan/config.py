@@ -11,7 +11,7 @@ from typing import Literal
 
 from superstep.plan.block_weights import BlockFormat
 from superstep.plan.loss_scale import LossScaleConfig
-from superstep.plan.optimizers import OptimizerName
+from superstep.plan.optimizers import MasterFormat, MomentFormat, OptimizerName
 from superstep.plan.rollback import RollbackConfig
 from superstep.plan.trained_parts import FreezeConfig, PhasesConfig
 
@@ -167,6 +167,10 @@ class TrainConfig:
     """adamw (Loshchilov 2019); lion (Chen 2023), which keeps one moment: with an `lr` that is 3 to 10 times smaller,
     and a `weight_decay` that is as many times larger; or sgd, which keeps none.
     """
+    moments: MomentFormat = "fp32"
+    """The format of the moments of matrices with 4,096 elements or more, embeddings aside; others are fp32. 8bit:
+    dynamic maps with a scale for each block of 256 (Dettmers 2021); bf16: rounded stochastically.
+    """
     lr: float = 3e-3
     """The highest learning rate, reached at the end of the warm-up."""
     warmup_steps: int = 30
@@ -277,8 +281,10 @@ class NumericsConfig:
     """Number formats."""
 
     compute: Dtype = "fp32"
-    """The dtype of activations and of the weights that multiply them; master weights are always fp32. fp16 has a
-    `[loss_scale]`.
+    """The dtype of activations and of the weights that multiply them. fp16 has a `[loss_scale]`."""
+    master: MasterFormat = "fp32"
+    """The format of master weights, which updates change. bf16, with `compute` = bf16: they are the weights that
+    multiply, and each update is rounded stochastically.
     """
     exact: bool = False
     """The same bits on every layout, for two to three times the time: sums in a fixed order or on a fixed grid."""
@@ -323,6 +329,10 @@ class StateConfig:
     """The run directory."""
     existing: Existing = "refuse"
     """If the run directory holds a run: refuse, resume it, or start a new one beside it."""
+    convert: bool = False
+    """Whether a run may resume from a checkpoint with another `train.moments` or `numerics.master`: its moments and
+    weights are rounded to the formats of this run.
+    """
     save_every: int = 200
     """Steps between checkpoints; the last step is always followed by one."""
     keep: int = 2

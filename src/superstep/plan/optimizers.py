@@ -10,13 +10,18 @@ from typing import Literal
 
 OptimizerName = Literal["adamw", "lion", "sgd"]
 Moment = Literal["exp_avg", "exp_avg_sq"]
+MomentFormat = Literal["fp32", "bf16", "8bit"]
+MasterFormat = Literal["fp32", "bf16"]
 
 MOMENTS: Mapping[OptimizerName, tuple[Moment, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "sgd": (),
 }
-"""fp32 numbers beside each parameter, which begin at zero."""
+"""Numbers beside each parameter, which begin at zero."""
+
+MOMENT_BYTES: Mapping[MomentFormat, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
+"""Bytes of a moment's number; in 8 bits with its share of a block's scale."""
 
 
 def update_passes(optimizer: OptimizerName) -> int:

@@ -3,7 +3,8 @@
     checkpoints/step-000200/
         model.safetensors        global weights, fp32, under Hugging Face names; with adapters only those:
                                  adapter_model.safetensors, under PEFT's names
-        optimizer.safetensors    the optimizer's moments: exp_avg.NAME, and exp_avg_sq.NAME of AdamW
+        optimizer.safetensors    the optimizer's moments: exp_avg.NAME, and exp_avg_sq.NAME of AdamW; of 8 bits the
+                                 codes, and exp_avg.NAME.scale, and so on
         config.json              of the model, for other loaders
         tokenizer.json
         run.json                 the run's identity (train.identity)
@@ -20,11 +21,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
 import torch
 
 from superstep.errors import DiskFault, Fault, StateError, SuperstepError, disk_fault
@@ -42,6 +42,7 @@ from superstep.state.manifest import (
     read_manifest,
     write_manifest,
 )
+from superstep.state.piece_reader import fill_pieces, find_foreign
 from superstep.state.tensor_file import (
     ELEMENT_BYTES,
     TensorFile,
@@ -49,7 +50,6 @@ from superstep.state.tensor_file import (
     digest_of,
     entry,
     file_of,
-    size_of,
     tensor_files,
 )
 from superstep.state.tensor_piece import TensorPiece, Tensors, bytes_of, runs
@@ -156,7 +156,8 @@ class RankSave:
                 next(runs(piece.shape, piece.index, at, 1)).offset
                 for at in (piece.low, piece.low + piece.values.numel() - 1)
             )
-            ranges.setdefault(file, []).append((offset + ELEMENT_BYTES * first, offset + ELEMENT_BYTES * (last + 1)))
+            size = _element_bytes(piece)
+            ranges.setdefault(file, []).append((offset + size * first, offset + size * (last + 1)))
         return Claim(page_cache(self.partial), {file: granules(runs_of_file) for file, runs_of_file in ranges.items()})
 
     def write(self, shares: FileShares) -> list[int]:
@@ -166,10 +167,11 @@ class RankSave:
                 for name, layout in self.files.items():
                     writer.put(name, 0, memoryview(layout.header))
             for piece, file, offset in self._mine:
-                values = piece.values.detach().cpu().float().contiguous()
+                values = piece.values.detach().cpu()
+                values = (values if values.dtype == torch.uint8 else values.float()).contiguous()
                 data = bytes_of(values)
                 ranges = list(runs(piece.shape, piece.index, piece.low, piece.values.numel()))
-                writer.put_runs(file, offset, data, ranges)
+                writer.put_runs(file, offset, data, ranges, _element_bytes(piece))
             return writer.sync()
 
     def unpack(self, shares: FileShares, parcels: Sequence[Sequence[int]]) -> None:
@@ -184,7 +186,7 @@ class RankSave:
         """The hashes of this rank's share of the tensors, read from disk."""
         every = [(file, name) for file, layout in self.files.items() for name in layout.shapes]
         return {
-            name: digest_of(self.partial / file, self.files[file].offsets[name], size_of(self.files[file].shapes[name]))
+            name: digest_of(self.partial / file, self.files[file].offsets[name], self.files[file].size(name))
             for file, name in every[self.peers.rank :: self.peers.size]
         }
 
@@ -205,7 +207,7 @@ class RankSave:
                 for name, layout in self.files.items()
             },
             tensors={
-                name: StoredTensor(file, layout.offsets[name], shape, hashes[name])
+                name: StoredTensor(file, layout.offsets[name], shape, hashes[name], layout.dtypes[name])
                 for file, layout in self.files.items()
                 for name, shape in layout.shapes.items()
             },
@@ -229,8 +231,14 @@ class RankSave:
         return Fault(f"{what}: {type(error).__name__}: {error}")
 
 
-def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
+def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers, *, converts: bool = False) -> Position:
     """Fill this rank's pieces from a checkpoint of any layout. Every rank calls this together.
+
+    Args:
+        folder: the checkpoint.
+        pieces: this rank's.
+        peers: the ranks.
+        converts: whether moments may have another format there.
 
     Raises:
         Damaged: the checkpoint is damaged: on every rank the same, before a piece is filled.
@@ -246,12 +254,12 @@ def load(folder: Path, pieces: Iterable[TensorPiece], peers: Peers) -> Position:
     manifest = together(peers, read, unreadable, Manifest | None)[0]
     assert manifest is not None
     wanted = list(pieces)
-    parts = together(peers, lambda: _foreign(manifest, wanted), unreadable, list[str])
+    parts = together(peers, lambda: find_foreign(manifest, wanted, converts=converts), unreadable, list[str])
     foreign = [problem for part in parts for problem in part]
     if foreign:
         raise StateError(f"{folder} is of another model: {foreign[0]}; name the model that wrote it.")
     verify(folder, peers)
-    together(peers, lambda: _fill(folder, manifest, wanted), unreadable)
+    together(peers, lambda: fill_pieces(folder, manifest, wanted), unreadable)
     return manifest.position
 
 
@@ -264,36 +272,6 @@ def read_position(folder: Path) -> Position:
     return read_manifest(folder).position
 
 
-def _foreign(manifest: Manifest, pieces: Sequence[TensorPiece]) -> list[str]:
-    """Tensors that this rank needs and the checkpoint does not have."""
-    stored = manifest.tensors
-    return [
-        f"the run needs {name} {list(piece.shape)}, and the checkpoint "
-        + (f"has it as {list(stored[name].shape)}" if name in stored else "does not have it")
-        for piece in pieces
-        if (name := entry(piece.kind, piece.name)) not in stored or stored[name].shape != piece.shape
-    ]
-
-
-def _fill(folder: Path, manifest: Manifest, pieces: Sequence[TensorPiece]) -> None:
-    handles: dict[str, int] = {}
-    with ExitStack() as stack:
-        for piece in filter(lambda piece: piece.values.numel(), pieces):
-            stored = manifest.tensors[entry(piece.kind, piece.name)]
-            if stored.file not in handles:
-                handles[stored.file] = os.open(folder / stored.file, os.O_RDONLY)
-                stack.callback(os.close, handles[stored.file])
-            values = np.empty(piece.values.numel(), dtype="<f4")
-            data = values.data.cast("B")
-            for run in runs(piece.shape, piece.index, piece.low, len(values)):
-                part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
-                _read(handles[stored.file], part, stored.offset + ELEMENT_BYTES * run.offset)
-            piece.values.copy_(torch.from_numpy(values))
-
-
-def _read(handle: int, data: memoryview, offset: int) -> None:
-    while data:
-        got = os.preadv(handle, [data], offset)
-        if not got:
-            raise OSError(f"a file ends at byte {offset}")
-        data, offset = data[got:], offset + got
+def _element_bytes(piece: TensorPiece) -> int:
+    """Bytes of an element on disk."""
+    return ELEMENT_BYTES["U8" if piece.values.dtype == torch.uint8 else "F32"]

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO
 
 from superstep.state.file_shares import FileShares
-from superstep.state.tensor_file import ELEMENT_BYTES
 from superstep.state.tensor_piece import FlatRange
 
 _LABEL = struct.Struct("<HQQ")
@@ -42,13 +41,15 @@ class Writer:
         self._maps: dict[str, mmap.mmap] = {}
         self._parcels: dict[int, IO[bytes]] = {}
 
-    def put_runs(self, file: str, offset: int, data: memoryview, ranges: Sequence[FlatRange]) -> None:
+    def put_runs(
+        self, file: str, offset: int, data: memoryview, ranges: Sequence[FlatRange], element_bytes: int
+    ) -> None:
         """Write the runs of a piece, of the tensor that starts at ``offset`` of a file."""
         is_mapped = len(ranges) > 1 and len(data) < SHORT_BYTES * len(ranges) and len(set(self._shares.caches)) == 1
         view = self._map(file) if is_mapped else None
         for run in ranges:
-            part = data[ELEMENT_BYTES * run.at : ELEMENT_BYTES * (run.at + run.count)]
-            at = offset + ELEMENT_BYTES * run.offset
+            part = data[element_bytes * run.at : element_bytes * (run.at + run.count)]
+            at = offset + element_bytes * run.offset
             if view is None:
                 self.put(file, at, part)
             else:

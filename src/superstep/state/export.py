@@ -27,7 +27,7 @@ from superstep.errors import ConfigError, DamagedCheckpoint, Fault, StateError, 
 from superstep.model.files.hf import FILE, INDEX
 from superstep.state.fsync import sync, write_text
 from superstep.state.manifest import Manifest, StoredTensor
-from superstep.state.tensor_file import BLOCK_BYTES, FILES, size_of
+from superstep.state.tensor_file import BLOCK_BYTES, FILES
 from superstep.state.tensor_piece import bytes_of
 from superstep.state.verify import glance
 
@@ -156,7 +156,7 @@ def _shard(number: int, count: int) -> str:
 
 
 def _size(at: StoredTensor, dtype: Dtype) -> int:
-    return size_of(at.shape) // 4 * _NAMES[dtype][3]
+    return at.bytes // 4 * _NAMES[dtype][3]
 
 
 def _header(tensors: Mapping[str, StoredTensor], dtype: Dtype) -> bytes:
@@ -173,7 +173,7 @@ def _header(tensors: Mapping[str, StoredTensor], dtype: Dtype) -> bytes:
 
 def _copy(checkpoint: Path, name: str, at: StoredTensor, into: IO[bytes], dtype: Dtype) -> None:
     """Append a tensor's values, after verifying their hash."""
-    left, digest = size_of(at.shape), hashlib.blake2b(digest_size=16)
+    left, digest = at.bytes, hashlib.blake2b(digest_size=16)
     with (checkpoint / at.file).open("rb") as file:
         file.seek(at.offset)
         while left:

@@ -27,6 +27,7 @@ MOST_ELEMENTS = 256
 """At most so many elements are compared one by one."""
 
 _WORD = 1 << 64
+_WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,8 +50,17 @@ def part_of(piece: TensorPiece) -> TensorPart:
 def bit_sums(pieces: Sequence[TensorPiece]) -> Tensor:
     """The sum of each piece's bits: int64 [pieces], modulo 2^64, on the pieces' device."""
     device = pieces[0].values.device if pieces else None
-    sums = [word_sum(piece.values) for piece in pieces]
+    sums = [_sum_bits(piece.values) for piece in pieces]
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _sum_bits(values: Tensor) -> Tensor:
+    return word_sum(values) if values.element_size() == _WORD_BYTES else _integers(values).sum(dtype=torch.int64)
+
+
+def _integers(values: Tensor) -> Tensor:
+    """The bits of each number as an integer."""
+    return values.detach().view({1: torch.uint8, 2: torch.int16, _WORD_BYTES: torch.int32}[values.element_size()])
 
 
 def salts(pieces: Sequence[TensorPiece]) -> Tensor:
@@ -91,7 +101,7 @@ class Element:
 
 def block_sums(values: Tensor) -> list[int]:
     """The sum of the bits of each block."""
-    return [int(block.view(torch.int32).sum(dtype=torch.int64)) for block in values.detach().split(BLOCK)]
+    return [int(block.sum(dtype=torch.int64)) for block in _integers(values).split(BLOCK)]
 
 
 def differing_indices(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
@@ -101,7 +111,7 @@ def differing_indices(of_ranks: Mapping[int, Sequence[int]]) -> list[int]:
 
 def bits_of(values: Tensor, block: int) -> list[int]:
     """The bits of each element of a block."""
-    words: list[int] = values.detach()[BLOCK * block : BLOCK * (block + 1)].view(torch.int32).tolist()
+    words: list[int] = _integers(values)[BLOCK * block : BLOCK * (block + 1)].tolist()
     return words
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from superstep.errors import DamagedCheckpoint, StateError
 from superstep.numerics.loss_scale import LossScale
-from superstep.state.tensor_file import digest, size_of
+from superstep.state.tensor_file import StoredDtype, digest, size_of
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -50,12 +50,18 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor's place in its file, and its hash."""
+    """A tensor's place in its file, its hash and its dtype."""
 
     file: str
     offset: int
     shape: tuple[int, ...]
     blake2b: str
+    dtype: StoredDtype = "F32"
+
+    @property
+    def bytes(self) -> int:
+        """Its size in the file."""
+        return size_of(self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +90,7 @@ def write_manifest(manifest: Manifest) -> str:
             name: {
                 "file": tensor.file,
                 "offset": tensor.offset,
-                "dtype": "F32",
+                "dtype": tensor.dtype,
                 "shape": list(tensor.shape),
                 "blake2b": tensor.blake2b,
             }
@@ -174,13 +180,14 @@ def _parse(content: Mapping[str, Any]) -> Manifest:
                 _count(tensor["offset"], name),
                 tuple(_count(size, name) for size in tensor["shape"]),
                 tensor["blake2b"],
+                _parse_dtype(tensor["dtype"], name),
             )
             for name, tensor in content["tensors"].items()
         },
         beside=dict(content["beside"]),
     )
     for name, tensor in manifest.tensors.items():
-        if tensor.offset + size_of(tensor.shape) > manifest.files[tensor.file].bytes:
+        if tensor.offset + tensor.bytes > manifest.files[tensor.file].bytes:
             raise ValueError(f"{name} ends beyond {tensor.file}")
     return manifest
 
@@ -194,6 +201,12 @@ def _parse_position(content: Mapping[str, Any]) -> Position:
     step, samples, tokens = (_count(content[name], name) for name in ("step", "samples", "tokens"))
     scale = {name: _count(value, name) for name, value in content.get("loss_scale", {}).items()}
     return Position(step=step, samples=samples, tokens=tokens, loss_scale=LossScale(**scale) if scale else None)
+
+
+def _parse_dtype(value: object, name: str) -> StoredDtype:
+    if value == "F32" or value == "U8":
+        return value
+    raise ValueError(f"{name} has the dtype {value!r}")
 
 
 def _count(value: object, name: str) -> int:

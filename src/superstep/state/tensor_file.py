@@ -9,11 +9,11 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from superstep.plan.optimizers import Moment
 from superstep.plan.resolution.lora import PREFIX
-from superstep.state.tensor_piece import Kind
+from superstep.state.tensor_piece import SCALE, Kind
 
 FILES: Mapping[Kind, str] = {
     "weight": "model.safetensors",
@@ -21,19 +21,25 @@ FILES: Mapping[Kind, str] = {
 }
 ADAPTER_FILE = "adapter_model.safetensors"
 """The file of adapters' weights, under PEFT's names."""
-ELEMENT_BYTES = 4
+StoredDtype = Literal["F32", "U8"]
+ELEMENT_BYTES: Mapping[StoredDtype, int] = {"F32": 4, "U8": 1}
 BLOCK_BYTES = 1 << 22
 """Bytes that are read and hashed at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A safetensors file: its header, and each tensor's offset."""
+    """A safetensors file: its header, and each tensor's offset, shape and dtype."""
 
     header: bytes
     offsets: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, StoredDtype]
     total: int
+
+    def size(self, name: str) -> int:
+        """Bytes of a tensor."""
+        return size_of(self.shapes[name], self.dtypes[name])
 
 
 def entry(kind: Kind, name: str) -> str:
@@ -46,9 +52,9 @@ def file_of(kind: Kind, name: str) -> str:
     return ADAPTER_FILE if kind == "weight" and name.startswith(PREFIX) else FILES[kind]
 
 
-def size_of(shape: tuple[int, ...]) -> int:
+def size_of(shape: tuple[int, ...], dtype: StoredDtype = "F32") -> int:
     """Bytes of a tensor; one without dims has one element."""
-    return ELEMENT_BYTES * math.prod(shape)
+    return ELEMENT_BYTES[dtype] * math.prod(shape)
 
 
 def tensor_files(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[str, TensorFile]:
@@ -63,16 +69,19 @@ def tensor_files(tensors: Mapping[Kind, Mapping[str, tuple[int, ...]]]) -> dict[
 def _tensor_file(shapes: Mapping[str, tuple[int, ...]]) -> TensorFile:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
+    # What has scales is in 8 bits.
+    dtypes: dict[str, StoredDtype] = {name: "U8" if name + SCALE in shapes else "F32" for name in shapes}
     at = 0
     for name, shape in shapes.items():
-        size = size_of(shape)
-        table[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + size]}
+        size = size_of(shape, dtypes[name])
+        table[name] = {"dtype": dtypes[name], "shape": list(shape), "data_offsets": [at, at + size]}
         starts[name] = at
         at += size
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
     header = struct.pack("<Q", len(text)) + text
-    return TensorFile(header, {name: len(header) + start for name, start in starts.items()}, shapes, len(header) + at)
+    offsets = {name: len(header) + start for name, start in starts.items()}
+    return TensorFile(header, offsets, shapes, dtypes, len(header) + at)
 
 
 def digest(data: bytes | memoryview) -> str:

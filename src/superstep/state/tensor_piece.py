@@ -16,6 +16,10 @@ if TYPE_CHECKING:  # reading a manifest alone needs no torch
     from torch import Tensor
 
 Kind = Literal["weight", "gradient"] | Moment
+SCALE = ".scale"
+"""The end of the name of a tensor with the scales of another one's blocks."""
+SCALED = 256
+"""Elements of a block."""
 Tensors = Mapping[Kind, Mapping[str, tuple[int, ...]]]
 """The shape of every global tensor of each kind, by name."""
 
@@ -40,7 +44,7 @@ class TensorPiece:
         shape: the global tensor's shape.
         index: the block of this rank's tensor-parallel place.
         low: the index in the flattened block of the first element.
-        values: the elements from there on, fp32, flat; writing to them changes the state.
+        values: the elements from there on, flat: fp32, bf16, or codes of 8 bits; writing to them changes the state.
         is_owner: whether this rank counts for the piece where several ranks hold copies.
     """
 
@@ -66,6 +70,32 @@ class FlatRange:
     offset: int
     at: int
     count: int
+
+
+def shape_of_scales(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor with the scales of another one's blocks: each row has whole blocks, or it is flat."""
+    return (*shape[:-1], shape[-1] // SCALED) if shape[-1] % SCALED == 0 else (math.prod(shape) // SCALED,)
+
+
+def scale_piece(codes: TensorPiece, scales: Tensor) -> TensorPiece:
+    """The piece of scales that belong to a piece of codes, which begins and ends with a block."""
+    if codes.shape[-1] % SCALED == 0:
+        *outer, last = codes.index
+        start, stop, _ = last.indices(codes.shape[-1])
+        index = (*outer, slice(start // SCALED, stop // SCALED))
+    else:
+        count = math.prod(len(range(*cut.indices(size))) for cut, size in zip(codes.index, codes.shape, strict=True))
+        start = next(runs(codes.shape, codes.index, 0, count)).offset
+        index = (slice(start // SCALED, (start + count) // SCALED),)
+    return TensorPiece(
+        kind=codes.kind,
+        name=codes.name + SCALE,
+        shape=shape_of_scales(codes.shape),
+        index=index,
+        low=codes.low // SCALED,
+        values=scales,
+        is_owner=codes.is_owner,
+    )
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -16,7 +16,7 @@ from superstep.errors import DamagedCheckpoint, DiskFault, Fault, StateError, Su
 from superstep.state.all_or_none import Peers, together
 from superstep.state.checkpoint_dirs import checkpoints, is_crowded, prune, set_aside
 from superstep.state.manifest import MANIFEST, Manifest, read_manifest
-from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of, size_of
+from superstep.state.tensor_file import ADAPTER_FILE, FILES, digest, digest_of
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
@@ -195,7 +195,7 @@ def _require_whole(newest: Path, peers: Peers) -> None:
 
 def _wrong_tensors(folder: Path, manifest: Manifest, peers: Peers) -> list[str]:
     """Damaged tensors in this rank's share."""
-    parts = [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
+    parts = [(t.file, t.offset, t.bytes, t.blake2b, name) for name, t in manifest.tensors.items()]
     return _wrong_parts(folder, parts[peers.rank :: peers.size])
 
 

@@ -5,7 +5,7 @@
     gradient fp32         whole    whole    1/N      1/N     whole from backward to settle (2, 3)
       exact: int64, with the optimizer's fp32 copy: whole, 1/N, 1/N, 1/N
     master   fp32         whole    1/N      1/N      1/N
-    moments  fp32 each    whole    1/N      1/N      1/N     two of AdamW, one of Lion
+    moments  fp32 each    whole    1/N      1/N      1/N     two of AdamW, one of Lion; of some parameters in fewer bits
 
 In fp32 the master weights are not a copy: they are the own part of ``full`` (zero 0 to 2). Modules' parameters are
 views of ``full``, and their ``.grad`` views of the gradient buffer: autograd adds in place, into the memory that is
@@ -27,14 +27,16 @@ from torch import Tensor, nn
 from superstep.comm.device import Device
 from superstep.engine.flat.layout import BufferLayout, Slot
 from superstep.engine.flat.touched_rows import RowGradients, RowSink, TouchedRows
+from superstep.kernels.blocks.adamw import BlockMoment
+from superstep.kernels.blocks.dynamic_map import SIZE, dynamic_map
 from superstep.kernels.packed.pack import BlockPlace
 from superstep.model.unit import initial
 from superstep.numerics.fixed_point import PARAMETER, Grid
+from superstep.numerics.narrow.narrow_update import KeptMoment, is_signed
 from superstep.plan.block_weights import BLOCK, BLOCK_BYTES
 from superstep.plan.mesh import Family
-from superstep.plan.optimizers import Moment
+from superstep.plan.optimizers import Moment, MomentFormat
 from superstep.plan.zero import ZeroStage
-from superstep.state.tensor_piece import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,14 @@ class UnitBuffers(ZeroStage):
         device: of the buffers.
         seed: of the initial values.
         moments: names of those that the optimizer keeps.
+        moment_format: of the layout's narrow parameters.
+        master: the dtype of master weights.
         is_exact: gradients are integers on a fixed grid, as in exact mode.
         is_frozen: the parameters are not trained.
 
     Attributes:
+        moments: in fp32, of the elements of this rank's shard from ``narrow`` on.
+        narrow_moments: of those before it.
         touched: rows with a gradient in this step, of tables with sparse gradients; None in other buffers.
     """
 
@@ -82,6 +88,8 @@ class UnitBuffers(ZeroStage):
         device: Device,
         seed: int,
         moments: Sequence[Moment],
+        moment_format: MomentFormat = "fp32",
+        master: torch.dtype = torch.float32,
         is_exact: bool = False,
         is_frozen: bool = False,
     ) -> None:
@@ -96,8 +104,12 @@ class UnitBuffers(ZeroStage):
             values = slot.take(initial(slot.spec, slot.shape, seed)).reshape(-1)
             full[slot.start : slot.held] = values.to(full)
         self.full = full
-        self.master = self._first_master(seed)
-        self.moments: dict[Kind, Tensor] = {moment: self._beside_master() for moment in moments}
+        self.master = self._first_master(seed, master)
+        self.narrow = 0 if self.is_frozen else min(max(layout.narrow - self.start, 0), self._share)
+        self.moments: dict[Moment, Tensor] = {moment: self._beside_master(skip=self.narrow) for moment in moments}
+        self.narrow_moments: dict[Moment, KeptMoment] = {}
+        if self.narrow:
+            self.narrow_moments = {m: _first_moment(m, moment_format, self.narrow, full.device) for m in moments}
         self._is_exact = is_exact
         summed = torch.int64 if is_exact else torch.float32
         self.gradient = torch.zeros(0 if is_frozen else layout.padded, dtype=summed, device=device.torch)
@@ -114,18 +126,23 @@ class UnitBuffers(ZeroStage):
 
     @property
     def state(self) -> tuple[Tensor, ...]:
-        """What a checkpoint has of the buffer: master weights and moments, all fp32."""
-        return self.master, *self.moments.values()
+        """What a checkpoint has of the buffer, master weights and moments: views of fp32, two or four narrow numbers in
+        one. Frozen ones are as they are.
+        """
+        if self.is_frozen:
+            return (self.master,)
+        narrow = (t for m in self.narrow_moments.values() for t in ((m,) if isinstance(m, Tensor) else m.tensors))
+        return tuple(t.view(torch.float32) for t in (self.master, *self.moments.values(), *narrow))
 
-    def _beside_master(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Zeros for this rank's trained share."""
-        return torch.zeros(0 if self.is_frozen else self._share, dtype=dtype, device=self.full.device)
+    def _beside_master(self, dtype: torch.dtype = torch.float32, skip: int = 0) -> Tensor:
+        """Zeros for this rank's trained share, without its first elements."""
+        return torch.zeros(0 if self.is_frozen else self._share - skip, dtype=dtype, device=self.full.device)
 
-    def _first_master(self, seed: int) -> Tensor:
-        if self.full.dtype == torch.float32 or self.is_frozen:
+    def _first_master(self, seed: int, dtype: torch.dtype) -> Tensor:
+        if self.full.dtype == dtype or self.is_frozen:
             part = self._part(self.full)
             return part.clone() if self.shards_parameters else part
-        master = torch.zeros(self._share, dtype=torch.float32, device=self.full.device)
+        master = torch.zeros(self._share, dtype=dtype, device=self.full.device)
         for slot in self.layout.slots:
             low, high = max(slot.start, self.start), min(slot.held, self.stop)
             if low < high:
@@ -280,11 +297,20 @@ class UnitBuffers(ZeroStage):
         master = self.master.untyped_storage().nbytes() if is_copy else 0
         gradient = self.gradient.untyped_storage().nbytes()
         beside = self.reduced.untyped_storage().nbytes() if self._is_exact else 0
-        moments = sum(moment.untyped_storage().nbytes() for moment in self.moments.values())
-        is_weight = self.shards_parameters and (self.full.dtype == torch.float32 or self.is_frozen)
+        moments = sum(moment.untyped_storage().nbytes() for moment in self.state[1:])
+        is_weight = self.shards_parameters and (self.full.dtype == self.master.dtype or self.is_frozen)
         return Bytes(
             params=master if is_weight else (0 if self.shards_parameters else full),
             gradients=beside + (self.gradient_shard.untyped_storage().nbytes() if self.shards_gradients else gradient),
             optimizer=moments + (0 if is_weight else master),
             transient=(full if self.shards_parameters else 0) + (gradient if self.shards_gradients else 0),
         )
+
+
+def _first_moment(moment: Moment, kept: MomentFormat, count: int, device: torch.device) -> KeptMoment:
+    """Zeros, in fewer bits."""
+    if kept == "bf16":
+        return torch.zeros(count, dtype=torch.bfloat16, device=device)
+    zero = dynamic_map(is_signed=is_signed(moment)).zero
+    codes = torch.full((count,), zero, dtype=torch.uint8, device=device)
+    return BlockMoment(codes, torch.zeros(count // SIZE, device=device))

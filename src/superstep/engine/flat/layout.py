@@ -2,8 +2,9 @@
 
 A flat buffer is gathered, reduced and updated as one. A unit has one for its dense parameters and, if it has experts,
 one for theirs, because other ranks share those. In a buffer the matrices come first, then the vectors, so that weight
-decay is a range; those with gradients that are partial over tp meet in the middle, so that they are a range too. The
-end is padded until the buffer splits evenly over its shards.
+decay is a range; those with gradients that are partial over tp meet in the middle, so that they are a range too.
+Parameters with moments in fewer bits than fp32 come before all others. The end is padded until the buffer splits evenly
+over its shards.
 
     | wq | wk | wv | wo | gate | up | down | router || q_norm | k_norm | input_norm | post_norm | bias | pad |
       matrices, decayed                              vectors
@@ -13,7 +14,7 @@ end is padded until the buffer splits evenly over its shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +24,10 @@ from superstep.errors import ConfigError
 from superstep.model.meta import on_meta
 from superstep.model.unit import ParamSpec, UnitSpec
 from superstep.plan.mesh import FAMILIES, Coordinate, Family, MeshShape
+from superstep.plan.narrow import BLOCK
 from superstep.plan.resolution.lora import ENDS
 from superstep.plan.rules import Rules
-from superstep.plan.sharding.padding import pad
+from superstep.plan.sharding.padding import ALIGN, pad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Slot:
         padding: rows of zeros after them, where a dim that tp cuts is padded.
         start: its first element in the flat buffer.
         is_partial: whether the tp ranks all hold it whole and each has only a part of its gradient.
+        is_narrow: whether its moments have fewer bits than fp32.
     """
 
     local: str
@@ -49,6 +52,7 @@ class Slot:
     padding: int
     start: int
     is_partial: bool
+    is_narrow: bool = False
 
     @property
     def held_shape(self) -> tuple[int, ...]:
@@ -96,23 +100,25 @@ class BufferLayout:
         family: parameters with the same sharing ranks.
         slots: the parameters, in the order of the buffer; a tied parameter is in its owner's buffer only.
         decayed: elements before this one have weight decay.
-        partial: the range of elements with gradients that are partial over tp.
+        partial: the ranges of elements with gradients that are partial over tp.
         numel: elements in use.
         padded: elements in all, a multiple of the shards.
         row_width: of tables with sparse gradients, elements that divide every table's rows; shards are made of whole
             ones. 0 in other buffers.
+        narrow: elements before this one have moments in fewer bits than fp32, and shards are cut between their blocks.
     """
 
     family: Family
     slots: tuple[Slot, ...]
     decayed: int
-    partial: tuple[int, int]
+    partial: tuple[tuple[int, int], ...]
     numel: int
     padded: int
     row_width: int = 0
+    narrow: int = 0
 
 
-def lay_out(
+def lay_out(  # noqa: PLR0913
     specs: tuple[UnitSpec, ...],
     mesh: MeshShape,
     at: Coordinate,
@@ -121,6 +127,7 @@ def lay_out(
     sequence_parallel: bool,
     padding: Sequence[tuple[str, int]] = (),
     is_exact: bool = False,
+    narrow: Collection[str] = (),
 ) -> tuple[tuple[BufferLayout, ...], ...]:
     """The flat buffers of every unit, on the rank at ``at``; a unit without parameters has none.
 
@@ -132,6 +139,7 @@ def lay_out(
         sequence_parallel: whether the residual stream is split over tp.
         padding: for each padded axis, the rows of its parameters over all ranks.
         is_exact: exact mode, where sums over tp are whole on every rank.
+        narrow: names of parameters with moments in fewer bits than fp32.
 
     Raises:
         ConfigError: a dim of a parameter does not split as the rules need, or units that share a whole parameter differ
@@ -155,6 +163,7 @@ def lay_out(
                 padding=_padding(param, shapes[local], mesh, at, rules, padding),
                 start=0,
                 is_partial=param.name in partial,
+                is_narrow=param.name in narrow,
             )
             for local, param in fresh.items()
         ]
@@ -242,26 +251,40 @@ def linear_of(spec: UnitSpec, local: str) -> ParamSpec | None:
 
 
 def _pack(family: Family, slots: list[Slot], mesh: MeshShape) -> BufferLayout:
-    # Whole matrices, partial matrices, partial vectors, whole vectors.
-    order = sorted(slots, key=lambda s: (len(s.shape) < 2, s.is_partial if len(s.shape) > 1 else not s.is_partial))
+    # Those with narrow moments; then whole matrices, partial matrices, partial vectors, whole vectors.
+    order = sorted(
+        slots,
+        key=lambda s: (not s.is_narrow, len(s.shape) < 2, s.is_partial if len(s.shape) > 1 else not s.is_partial),
+    )
     packed: list[Slot] = []
-    start = decayed = 0
+    start = decayed = narrow = 0
     for slot in order:
         placed = replace(slot, start=start)
         packed.append(placed)
         start = placed.stop
+        narrow = start if slot.is_narrow else narrow
         decayed = start if len(slot.shape) > 1 else decayed
-    partial = [slot for slot in packed if slot.is_partial]
     row_width = math.gcd(*(math.prod(slot.local_shape[1:]) for slot in slots)) if family == "sparse" else 0
     return BufferLayout(
         family=family,
         slots=tuple(packed),
         decayed=decayed,
-        partial=(partial[0].start, partial[-1].stop) if partial else (0, 0),
+        partial=_join_ranges([(slot.start, slot.stop) for slot in packed if slot.is_partial]),
         numel=start,
-        padded=pad(start, mesh.shards(family) * max(row_width, 1)),
+        padded=pad(start, mesh.shards(family) * (BLOCK // ALIGN if narrow else max(row_width, 1))),
         row_width=row_width,
+        narrow=narrow,
     )
+
+
+def _join_ranges(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ascending ranges, of which neighbours are one."""
+    joined: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if joined and joined[-1][1] == low:
+            low = joined.pop()[0]
+        joined.append((low, high))
+    return tuple(joined)
 
 
 def cut(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,9 @@ from superstep.comm.collectives import DONE, PendingCollective
 from superstep.comm.mesh import Mesh
 from superstep.engine.flat.buffers import Bytes, UnitBuffers, buffer_dtype
 from superstep.engine.flat.layout import Slot, lay_out
+from superstep.engine.flat.narrow_moments import moment_pieces
 from superstep.engine.flat.offload import OffloadedBuffers
+from superstep.engine.flat.slot_pieces import cut_pieces
 from superstep.engine.flat.snapshots import Snapshots
 from superstep.model.unit import UnitSpec
 from superstep.numerics.dtypes import DTYPES
@@ -69,6 +70,7 @@ class RankState:
             sequence_parallel=plan.sequence_parallel,
             padding=plan.padding,
             is_exact=plan.grain is not None,
+            narrow=plan.narrow,
         )
         self.buffers = {
             unit: tuple(
@@ -81,6 +83,8 @@ class RankState:
                     device=mesh.device,
                     seed=config.train.seed,
                     moments=MOMENTS[config.train.optimizer],
+                    moment_format=config.train.moments,
+                    master=torch.float32 if layout.family == "statistics" else DTYPES[config.numerics.master],
                     is_exact=plan.grain is not None,
                     is_frozen=not (learns and plan.trains(layout.family)),
                 )
@@ -147,11 +151,14 @@ class RankState:
     def _pieces(self, unit: int, b: UnitBuffers, kinds: Sequence[Kind]) -> Iterator[TensorPiece]:
         owned = set(self.owned_ranges(unit, b))
         for kind in kinds:
-            buffer = b.master if kind == "weight" else b.complete_gradient() if kind == "gradient" else b.moments[kind]
             for slot, low, high in b.list_slots():
                 start = slot.start + low - b.start
-                values = b.view(buffer, slot, low, high)
-                yield from _pieces(kind, slot, low, values, (start, start + high - low) in owned)
+                is_owner = (start, start + high - low) in owned
+                if kind != "weight" and kind != "gradient":
+                    yield from moment_pieces(b, kind, slot, (low, high), is_owner=is_owner)
+                    continue
+                values = b.view(b.master if kind == "weight" else b.complete_gradient(), slot, low, high)
+                yield from cut_pieces(kind, slot, low, values, is_owner=is_owner)
 
     def list_trained_buffers(self) -> Iterator[UnitBuffers]:
         """Buffers that the optimizer updates."""
@@ -198,28 +205,3 @@ class RankState:
             optimizer=sum(b.optimizer for b in every),
             transient=sum(b.transient for b in every),
         )
-
-
-def _pieces(kind: Kind, slot: Slot, low: int, values: torch.Tensor, is_owner: bool) -> Iterator[TensorPiece]:
-    """The pieces of global tensors in a slot from element ``low`` on: of one tensor, of each of its sections, or of
-    each tensor of a stack.
-    """
-    if slot.spec.stack:
-        blocks = [(name, slot.index[1:]) for name in slot.spec.stack[slot.index[0]]]
-    else:
-        blocks = [(slot.spec.name, block) for block in slot.blocks]
-    high, first = low + values.numel(), 0
-    for name, block in blocks:
-        last = first + math.prod(part.stop - part.start for part in block)
-        start, stop = max(low, first), min(high, last)
-        if start < stop:
-            yield TensorPiece(
-                kind=kind,
-                name=name,
-                shape=slot.shape[len(slot.shape) - len(block) :],
-                index=block,
-                low=start - first,
-                values=values[start - low : stop - low],
-                is_owner=is_owner,
-            )
-        first = last

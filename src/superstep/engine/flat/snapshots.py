@@ -119,7 +119,8 @@ class Snapshots:
 
         Args:
             pieces: the state's pieces, as views of the buffers.
-            tensors: the shapes of the global tensors, by kind; every kind has the same tensors.
+            tensors: the shapes of the global tensors, by kind; every kind has the same tensors, and
+                moments their scales.
             beside: the other files of a checkpoint, from name to text.
             folder: the folder of the checkpoints.
             slots: number of slots in the memory.

@@ -72,10 +72,10 @@ def reduce_partial(trained: Iterable[UnitBuffers], tp: Group) -> None:
     """One sum over tp for all units: their partial gradients are few and small."""
     pieces = []
     for buffers in trained:
-        first, last = buffers.layout.partial
-        low, high = max(first, buffers.start) - buffers.start, min(last, buffers.stop) - buffers.start
-        if low < high:
-            pieces.append(buffers.gradient_shard[low:high])
+        for first, last in buffers.layout.partial:
+            low, high = max(first, buffers.start) - buffers.start, min(last, buffers.stop) - buffers.start
+            if low < high:
+                pieces.append(buffers.gradient_shard[low:high])
     if not pieces:
         return
     total = torch.cat(pieces)

@@ -37,6 +37,11 @@ class BlockMoment:
     codes: Tensor
     scales: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Both of them."""
+        return self.codes, self.scales
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWNumbers:

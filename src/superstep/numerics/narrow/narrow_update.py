@@ -20,14 +20,16 @@ from torch import Tensor
 from superstep.kernels.blocks.adamw import AdamWNumbers, BlockMoment, has_kernel, update_blocks
 from superstep.kernels.blocks.dynamic_map import SIZE, decode, dynamic_map, encode
 from superstep.numerics.fixed_point import BLOCK
-from superstep.numerics.update_rules import OptimizerSettings, Update, UpdateNumbers
+from superstep.numerics.update_rules import OptimizerSettings, UpdateNumbers, UpdateRule
 from superstep.plan.optimizers import Moment
 
 KeptMoment = Tensor | BlockMoment
 """A moment as it is kept: fp32, bf16, or blocks of 8 bits."""
 
-DrawWords = Callable[[str, int, int], Tensor]
-"""Random words, int32, for a stored kind (``weight`` or a moment), from one element of a part to another."""
+DrawWords = Callable[[str, int, int, int], Tensor]
+"""Random words, int32: for a stored kind (``weight`` or a moment), the number of the update, and the elements of a part
+from one to another.
+"""
 
 _CUT = 0xFFFF
 """The bits of fp32 that bf16 does not have."""
@@ -39,7 +41,7 @@ def round_stochastically(numbers: Tensor, words: Tensor) -> Tensor:
     return torch.where(numbers.isfinite(), drawn.view(torch.float32), numbers).to(torch.bfloat16)
 
 
-def is_signed(moment: Moment) -> bool:
+def is_signed(moment: str) -> bool:
     """Whether a moment has negative numbers."""
     return moment != "exp_avg_sq"
 
@@ -61,34 +63,33 @@ class NarrowPart:
     draw: DrawWords
 
 
-def update_narrow(
-    part: NarrowPart, update: Update, settings: OptimizerSettings, now: UpdateNumbers, *, is_adamw: bool
-) -> None:
+def update_narrow(part: NarrowPart, rule: UpdateRule, settings: OptimizerSettings, now: UpdateNumbers) -> None:
     """Update a part in place, by a kernel where there is one: its bits are those of torch."""
     kept = list(part.moments.values())
     blocks = [moment for moment in kept if isinstance(moment, BlockMoment)]
-    if is_adamw and len(blocks) == len(kept) and part.param.dtype == torch.float32 and has_kernel(part.param.device):
+    is_wide = part.param.dtype == torch.float32
+    if rule.is_adamw and is_wide and len(blocks) == len(kept) and has_kernel(part.param.device):
         update_blocks(part.param, part.grad, blocks, _adamw_numbers(settings, now))
         return
     for low in range(0, part.param.numel(), BLOCK):
-        _update_some(part, low, min(low + BLOCK, part.param.numel()), update, settings, now)
+        _update_some(part, low, min(low + BLOCK, part.param.numel()), rule, settings, now)
 
 
 def _update_some(
-    part: NarrowPart, low: int, high: int, update: Update, settings: OptimizerSettings, now: UpdateNumbers
+    part: NarrowPart, low: int, high: int, rule: UpdateRule, settings: OptimizerSettings, now: UpdateNumbers
 ) -> None:
     here = slice(low, high)
     stored = part.param[here]
     param = stored.float()
     wide = {name: _widen(name, moment, low, high) for name, moment in part.moments.items()}
-    update(param, part.grad[here], list(wide.values()), settings, now)
+    rule.update(param, part.grad[here], list(wide.values()), settings, now)
     for name, moment in part.moments.items():
         if isinstance(moment, BlockMoment):
             encode(wide[name], *_cut(moment, low, high), dynamic_map(is_signed=is_signed(name)))
         elif moment.dtype == torch.bfloat16:
-            moment[here] = round_stochastically(wide[name], part.draw(name, low, high))
+            moment[here] = round_stochastically(wide[name], part.draw(name, now.number, low, high))
     if stored.dtype == torch.bfloat16:
-        stored.copy_(round_stochastically(param, part.draw("weight", low, high)))
+        stored.copy_(round_stochastically(param, part.draw("weight", now.number, low, high)))
 
 
 def _widen(name: Moment, moment: KeptMoment, low: int, high: int) -> Tensor:

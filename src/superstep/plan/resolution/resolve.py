@@ -21,6 +21,7 @@ from superstep.plan.model.axes import outline_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.lookup import shape_of
+from superstep.plan.narrow import check_narrow, find_narrow
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.fill_plan import fill_plan, find_activations
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
@@ -86,6 +87,7 @@ class Plan(ZeroStage):
         kept: for each unit what it keeps of each microbatch; () where the policy decides. Of other numbers of
             microbatches a unit keeps as little as it can on the device.
         reload_ahead: passes of units before a backward pass at which they come back.
+        narrow: names of parameters with moments in fewer bits than fp32.
         padding: for each axis with more rows on the ranks than in the model, the number over all ranks.
     """
 
@@ -122,6 +124,7 @@ class Plan(ZeroStage):
     activations: tuple[Place, ...] = ()
     kept: tuple[tuple[Kept, ...], ...] = ()
     reload_ahead: int = 1
+    narrow: frozenset[str] = frozenset()
 
     def list_phases(self) -> tuple[Plan, ...]:
         """The plan of each phase of a step, in their order; only itself for a step of one."""
@@ -286,6 +289,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     padding = padding_of(shape, rules, grain.cells if grain else plan.tp)
     check_split(outline, rules, plan.tp, {axis for axis, _ in padding})
     check_blocks(outline, rules, plan.tp)
+    check_narrow(config, outline, rules)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -329,6 +333,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         activations=activations,
         kept=kept,
         reload_ahead=plan.reload_ahead or 1,
+        narrow=find_narrow(config, outline),
     )
     require_way_back(made.units, stages, taken, made.has_backward)
     for phase, its_plan in zip(made.phases, made.list_phases(), strict=False):

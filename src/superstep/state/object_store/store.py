@@ -20,7 +20,7 @@ from superstep.errors import DamagedCheckpoint, Fault, StateError
 from superstep.state import checkpoint_dirs
 from superstep.state.fsync import sync
 from superstep.state.manifest import MANIFEST, Manifest, manifest_of, read_manifest
-from superstep.state.tensor_file import BLOCK_BYTES, digest, size_of
+from superstep.state.tensor_file import BLOCK_BYTES, digest
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -146,7 +146,7 @@ class CheckpointStore:
                 if digest(self._fs.cat_file(self._at(step, name))) != expected:
                     raise DamagedCheckpoint(f"{self.url_of(step)} is damaged: {name} has other bits than were written")
             parts = [(name, 0, file.header_bytes, file.blake2b, "the header") for name, file in manifest.files.items()]
-            parts += [(t.file, t.offset, size_of(t.shape), t.blake2b, name) for name, t in manifest.tensors.items()]
+            parts += [(t.file, t.offset, t.bytes, t.blake2b, name) for name, t in manifest.tensors.items()]
             for file, offset, size, expected, what in parts:
                 if self._digest(self._at(step, file), offset, size) != expected:
                     raise DamagedCheckpoint(

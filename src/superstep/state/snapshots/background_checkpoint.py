@@ -40,6 +40,7 @@ from superstep.state.snapshots.memory_snapshot import (
     oldest_wanted,
     pieces_of,
 )
+from superstep.state.tensor_piece import SCALE
 from superstep.state.verify import SingleProcess, drop_old, is_there
 
 POLL_S = 0.02
@@ -199,7 +200,8 @@ def write_down(
     pieces = (piece for memory, slot in parts for piece in pieces_of(memory, slot))
     shapes = {name: tuple(shape) for name, shape in tables[0]["shapes"].items()}
     files = next((file_map for file_map in peers.gather(mine, dict[str, str]) if file_map), {})
-    tensors = dict.fromkeys(tables[0]["kinds"], shapes)
+    weights = {name: shape for name, shape in shapes.items() if not name.endswith(SCALE)}
+    tensors = {kind: weights if kind == "weight" else shapes for kind in tables[0]["kinds"]}
     size = save(place, pieces, position, peers, tensors=tensors, beside=files, confirm=confirm)
     require()
     return size, drop_old(place, keep, peers)

@@ -218,9 +218,9 @@ class SnapshotMemory:
         """The first byte of a slot."""
         return self._get(_SLOTS_AT) + slot * self._get(_SLOT_BYTES)
 
-    def values(self, slot: int, offset: int, count: int) -> torch.Tensor:
-        """A view of ``count`` fp32 values of a slot, from a byte offset; writable."""
-        return torch.frombuffer(self.view, dtype=torch.float32, count=count, offset=self.start(slot) + offset)
+    def values(self, slot: int, offset: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A view of ``count`` values of a slot, from a byte offset; writable."""
+        return torch.frombuffer(self.view, dtype=dtype, count=count, offset=self.start(slot) + offset)
 
     def seal(self, slot: int, words: int) -> None:
         """Set a slot's checksum from the sum of its copied words; position and turn are set already."""
@@ -333,6 +333,10 @@ def common(memories: Sequence[SnapshotMemory]) -> int | None:
     return max(steps, default=None)
 
 
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "8bit"}
+_NUMBERS = {name: dtype for dtype, name in _DTYPES.items()}
+
+
 def describe_damage(step: int) -> str:
     """The message about a damaged slot."""
     return f"the copy of step {step} in memory has other bits than were copied"
@@ -350,6 +354,7 @@ def describe_pieces(pieces: Iterable[tuple[TensorPiece, int]]) -> list[dict[str,
             "count": piece.values.numel(),
             "offset": offset,
             "is_owner": piece.is_owner,
+            "dtype": _DTYPES[piece.values.dtype],
         }
         for piece, offset in pieces
     ]
@@ -364,7 +369,7 @@ def pieces_of(memory: SnapshotMemory, slot: int) -> Iterator[TensorPiece]:
             shape=tuple(entry["shape"]),
             index=tuple(slice(low, high) for low, high in entry["index"]),
             low=entry["low"],
-            values=memory.values(slot, entry["offset"], entry["count"]),
+            values=memory.values(slot, entry["offset"], entry["count"], _NUMBERS[entry["dtype"]]),
             is_owner=entry["is_owner"],
         )
 

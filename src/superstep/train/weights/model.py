@@ -24,7 +24,7 @@ from superstep.plan.config import RunConfig
 from superstep.plan.mesh import MeshShape
 from superstep.plan.model.multimodal.families import has_own_units
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.state.tensor_piece import TensorPiece, Tensors
+from superstep.state.tensor_piece import SCALE, TensorPiece, Tensors
 from superstep.train.weights.fit_budget import fit_budget
 from superstep.train.weights.user_model import resolve_user_model
 
@@ -141,12 +141,14 @@ def tensors_of(engine: Engine) -> Tensors:
     """The shape of every global tensor in a checkpoint, by kind: frozen ones have weights alone. Every rank calls this
     together.
     """
-    trained = _gather_shapes(engine, engine.list_trained_pieces())
-    return {**dict.fromkeys(engine.state_kinds, trained), "weight": tensor_shapes(engine)}
+    trained = list(engine.list_trained_pieces())
+    by_kind = {kind: [piece for piece in trained if piece.kind == kind] for kind in engine.state_kinds}
+    return {kind: _gather_shapes(engine, of) for kind, of in by_kind.items()} | {"weight": tensor_shapes(engine)}
 
 
 def _gather_shapes(engine: Engine, pieces: Iterable[TensorPiece]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part in gather({piece.name: piece.shape for piece in pieces}, dict[str, tuple[int, ...]]):
         shapes |= part
-    return {name: shapes[name] for name in global_specs(engine.specs) if name in shapes}
+    names = (each for name in global_specs(engine.specs) for each in (name, name + SCALE))
+    return {name: shapes[name] for name in names if name in shapes}
