@@ -12,6 +12,7 @@ import math
 from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.model.outline import Outline, Parameter
+from superstep.plan.optimizers import MOMENT_BYTES, MOMENTS
 from superstep.plan.rules import Rules
 
 BLOCK = 256
@@ -32,6 +33,14 @@ def is_narrow(parameter: Parameter) -> bool:
     is_matrix = len(dims) > 1 and parameter.layer != "embedding"
     is_usual = not (parameter.is_statistic or parameter.is_sparse or parameter.is_frozen)
     return is_matrix and is_usual and numel >= LEAST_NUMEL and numel % BLOCK == 0
+
+
+def count_saved_bytes(config: RunConfig, outline: Outline) -> int:
+    """Bytes that a checkpoint has less than with fp32 moments; bf16 is written as fp32."""
+    if config.train.moments != "8bit":
+        return 0
+    numel = sum(math.prod(p.dims) for owned in outline.owned for p in owned if is_narrow(p))
+    return round(len(MOMENTS[config.train.optimizer]) * (MOMENT_BYTES["fp32"] - MOMENT_BYTES["8bit"]) * numel)
 
 
 def check_narrow(config: RunConfig, outline: Outline, rules: Rules) -> None:

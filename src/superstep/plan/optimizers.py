@@ -24,9 +24,9 @@ MOMENT_BYTES: Mapping[MomentFormat, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 
 """Bytes of a moment's number; in 8 bits with its share of a block's scale."""
 
 
-def update_passes(optimizer: OptimizerName) -> int:
+def update_passes(optimizer: OptimizerName, moments: MomentFormat = "fp32") -> float:
     """Reads and writes of each parameter's four bytes in an update: its gradient is read, all else read and written."""
-    return 3 + 2 * len(MOMENTS[optimizer])
+    return 3 + 2 * len(MOMENTS[optimizer]) * MOMENT_BYTES[moments] / MOMENT_BYTES["fp32"]
 
 
 def state_bytes(optimizer: OptimizerName) -> int:

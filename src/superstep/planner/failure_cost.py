@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from superstep.cost.program.memory.snapshot_memory import SLOTS, snapshot_bytes
+from superstep.plan.narrow import count_saved_bytes
 from superstep.plan.optimizers import state_bytes
 from superstep.planner.goodput import (
     DISK_BYTES_PER_S,
@@ -67,6 +68,7 @@ def survival(plan: SimulatedPlan, failures_per_hour: float | None) -> FailureCos
     state = replace(plan.run.config.state, snapshot_every=1)
     copied = snapshot_bytes(replace(plan.run, config=replace(plan.run.config, state=state))) / SLOTS
     written_bytes = float(state_bytes(plan.run.config.train.optimizer) * plan.run.outline.numel)
+    written_bytes -= count_saved_bytes(plan.run.config, plan.run.outline)
     hosts = math.ceil(cluster.chips / min(CHIPS_PER_HOST, cluster.domain))
     written = hosts * (cluster.disk_write_bytes_per_s or DISK_BYTES_PER_S)
     read = hosts * (cluster.disk_read_bytes_per_s or DISK_BYTES_PER_S)

@@ -21,7 +21,7 @@ from superstep.cost.closed.parallel_degrees import SCHEDULES
 from superstep.cost.closed.rates import ChipRates
 from superstep.cost.program.buffers import ELEMENT_BYTES
 from superstep.hardware.units import Array
-from superstep.plan.optimizers import MOMENTS, OptimizerName
+from superstep.plan.optimizers import MOMENT_BYTES, MOMENTS, OptimizerName
 from superstep.planner.plan_columns import Plans
 from superstep.planner.search_problem import SearchProblem
 
@@ -70,7 +70,7 @@ class Pricing:
         """
         ones = np.ones(len(plans))
         held = self.predict_memory(replace(plans, zero=ones, replicas=ones))
-        states = held.optimizer * (1 + 1 / (1 + self.keeping.moments))
+        states = held.optimizer * (1 + 1 / (self.keeping.masters + self.keeping.moments))
         return np.broadcast_to(states + (1 + FRAGMENTATION) * held.activations, (len(plans),))
 
 
@@ -80,6 +80,7 @@ def pricing_of(problem: SearchProblem) -> Pricing:
 
     The closed form counts two bytes for a number. Where it has four, memory and links are taken at half their rate.
     """
+    train = problem.base.train
     rates, stack = price_of(problem.cluster, replace(SUPERSTEP, compute=problem.compute), problem.efficiency)
     # The engine sends beside compute, as the software that this was fitted on.
     stack = replace(stack, overlap_pipeline=array(problem.efficiency["hidden.transfers"]))
@@ -91,7 +92,9 @@ def pricing_of(problem: SearchProblem) -> Pricing:
         rates=rates,
         stack=stack,
         keeping=keeping.superstep(
-            element_bytes=ELEMENT_BYTES[problem.compute], moments=len(MOMENTS[problem.base.train.optimizer])
+            element_bytes=ELEMENT_BYTES[problem.compute],
+            moments=len(MOMENTS[train.optimizer]) * MOMENT_BYTES[train.moments] / MOMENT_BYTES["fp32"],
+            masters=float(problem.base.numerics.master == "fp32"),
         ),
         memory_bytes=problem.memory_bytes,
         optimizer=problem.base.train.optimizer,

@@ -13,6 +13,7 @@ from superstep.cost.program.time.predict import pair_phases, sizes_of
 from superstep.engine.measure.disk import direct_rates
 from superstep.errors import ConfigError
 from superstep.observe.number_format import bytes_text
+from superstep.plan.narrow import count_saved_bytes
 from superstep.plan.optimizers import state_bytes
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_step
@@ -38,6 +39,7 @@ def require_disk(run: Resolved, folder: RunFolder, step: int) -> None:
     # Weights beside adapters are not saved.
     frozen = run.outline.numel - run.trained_numel if run.config.lora is None else 0
     state, one = run.config.state, state_bytes(run.config.train.optimizer) * run.trained_numel + FP32 * frozen
+    one -= count_saved_bytes(run.config, run.outline)
     to_come = -(-(run.config.train.steps - step) // state.save_every)
     count = max(1, min(to_come, state.keep + 1 - len(checkpoints(folder.checkpoints))))
     free = free_bytes(folder.root)

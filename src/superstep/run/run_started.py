@@ -12,6 +12,7 @@ from superstep.data.sources.source import open_source, unigram_nats
 from superstep.engine.attention.choose_attention import kernel_of
 from superstep.launch.ranks import World
 from superstep.observe.events import RunStarted
+from superstep.plan.narrow import count_saved_bytes
 from superstep.plan.optimizers import state_bytes
 from superstep.planner.goodput import DISK_BYTES_PER_S, unhurt
 from superstep.run.job import TrainJob
@@ -64,6 +65,7 @@ def _predict_ettr(job: TrainJob, step: int, step_s: float) -> float:
     validations_s = -(-left // config.train.eval_every) * config.train.eval_batches * step_s / 3
     is_flushed = config.state.snapshot_every is not None and job.epoch == 0
     saves = 1 if is_flushed else -(-left // config.state.save_every)
-    save_s = state_bytes(config.train.optimizer) * job.run.outline.numel / DISK_BYTES_PER_S
+    saved = state_bytes(config.train.optimizer) * job.run.outline.numel - count_saved_bytes(config, job.run.outline)
+    save_s = saved / DISK_BYTES_PER_S
     elapsed_s = time.time() - job.began_at_s
     return unhurt(elapsed_s=elapsed_s, steps_s=left * step_s, validations_s=validations_s, saves_s=saves * save_s)

@@ -24,6 +24,7 @@ class KeptMemory:
             gaps that activations left, so it is added.
         listed_bytes: of what it makes tensor by tensor, which fits there.
         moments: fp32 numbers that the optimizer keeps beside each parameter.
+        masters: fp32 master weights beside each narrower one, 0 or 1.
         bucket_bytes: of buffers in which ZeRO 2 and 3 collect gradients, beside a unit's own.
         logit_bytes: of a logit at the loss's peak, all its copies together.
         norm_bytes: of what a norm that is no one kernel keeps of each number, over a fused one: its quotient in 16
@@ -46,6 +47,7 @@ class KeptMemory:
     update_bytes: Array
     listed_bytes: Array
     moments: Array
+    masters: Array
     bucket_bytes: Array
     logit_bytes: Array
     norm_bytes: Array
@@ -70,6 +72,7 @@ class FrameworkMemory:
     update_bytes: float = 0.0
     listed_bytes: float = 0.0
     moments: float = 2.0
+    masters: float = 1.0
     bucket_bytes: float = 0.0
     logit_bytes: float = 10.0
     norm_bytes: float = 0.0
@@ -91,7 +94,7 @@ def keeping_of(held: FrameworkMemory) -> KeptMemory:
     return KeptMemory(**{field.name: array(getattr(held, field.name)) for field in fields(KeptMemory)})
 
 
-def superstep(*, element_bytes: int = 2, moments: int = 2) -> KeptMemory:
+def superstep(*, element_bytes: int = 2, moments: float = 2, masters: float = 1) -> KeptMemory:
     """Superstep's own memory: its norms are one function, its gathered sequences stay."""
     return keeping_of(
         FrameworkMemory(
@@ -100,6 +103,7 @@ def superstep(*, element_bytes: int = 2, moments: int = 2) -> KeptMemory:
             # In fp32 the master weights are all there are.
             weight_shard_bytes=4 if element_bytes == 4 else 0,
             moments=moments,
+            masters=masters,
             logit_bytes=4 + element_bytes,
             chunks_cut_head=True,
             keeps_gathered=True,

@@ -264,7 +264,7 @@ def _stage_bytes(
     passing = np.where(layout.pp > 1, 2.0 + _count_unanswered(layout, keeping, stage), 0.0) * boundary
     trains = 1 - model.frozen
     # Moments, and master weights where the others are narrower.
-    states = FP32 * (keeping.moments + np.where(keeping.element_bytes < FP32, 1, 0))
+    states = FP32 * (keeping.moments + np.where(keeping.element_bytes < FP32, keeping.masters, 0))
     return Footprint(
         parameters=weights(dense, layout.shards) + weights(experts, expert_shards),
         gradients=trains * at(2, stack.kept_gradient_bytes),

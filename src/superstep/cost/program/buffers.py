@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from superstep.cost.program.flops import UnitParameters
 from superstep.plan.config import Dtype
 from superstep.plan.mesh import FAMILIES, Family
+from superstep.plan.narrow import BLOCK
+from superstep.plan.optimizers import MOMENT_BYTES, MOMENTS
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.sharding.padding import pad
+from superstep.plan.sharding.padding import ALIGN, pad
 from superstep.plan.zero import Sharding
 
 ELEMENT_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -35,7 +37,7 @@ def family_numel(run: Resolved, unit: UnitParameters, family: Family) -> int:
         "frozen": unit.frozen_on_rank(mesh.tp),
         "packed": unit.count_packed_on_rank(mesh.tp),
     }[family]
-    pieces = unit.row_width if family == "sparse" else 1
+    pieces = BLOCK // ALIGN if family in dict(unit.narrow) else unit.row_width if family == "sparse" else 1
     return pad(numel, mesh.shards(family) * pieces) if numel else 0
 
 
@@ -77,6 +79,16 @@ def count_held_numel(run: Resolved, unit: UnitParameters, family: Family) -> int
     """Elements of a unit's buffer of one family that this rank holds."""
     shards = run.plan.mesh.shards(family) if zero_stage(run, family).shards_optimizer else 1
     return family_numel(run, unit, family) // shards
+
+
+def moment_bytes(run: Resolved, unit: UnitParameters, family: Family) -> int:
+    """Bytes of the moments of a unit's family on the rank that has most: the last one of its sharers, as those with
+    fewer bits come first.
+    """
+    config, held = run.config.train, count_held_numel(run, unit, family)
+    wide = min(held, family_numel(run, unit, family) - dict(unit.narrow).get(family, 0))
+    of_one = FP32 * wide + round(MOMENT_BYTES[config.moments] * (held - wide))
+    return len(MOMENTS[config.optimizer]) * of_one
 
 
 def zero_stage(run: Resolved, family: Family | None = None) -> Sharding:

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from superstep.plan.block_weights import BlockFormat, block_sizes
+from superstep.plan.mesh import Family
 from superstep.plan.model.outline import Factor, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.resolution.resolve import Resolved
@@ -78,6 +79,7 @@ class UnitParameters:
         whole_frozen: those that are whole on each tp rank.
         packed: bytes of frozen matrices in blocks of few bits, cut over tp; they count nowhere else.
         whole_packed: those that are whole on each tp rank: their scales, and matrices that are not cut.
+        narrow: elements on a rank with moments in fewer bits than fp32, for each family that has any.
     """
 
     matrices: int
@@ -94,6 +96,7 @@ class UnitParameters:
     whole_packed: int = 0
     sparse: int = 0
     row_width: int = 0
+    narrow: tuple[tuple[Family, int], ...] = ()
 
     def dense_on_rank(self, tp: int) -> int:
         """Trained elements on one tensor-parallel rank, without experts and adapters."""
@@ -197,11 +200,26 @@ def rank_parameters(run: Resolved) -> tuple[UnitParameters, ...]:
         if kind not in known:
             known[kind] = _parameters(run.plan.rules, kind)
     every = tuple(known[kind] for kind in kinds)
+    if run.plan.narrow:
+        every = tuple(_with_narrow(run, unit, owned) for unit, owned in zip(every, run.outline.owned, strict=True))
     return tuple(map(_with_tables, every, run.outline.owned)) if run.outline.sparse else every
 
 
 def _is_sparse(parameter: Parameter) -> bool:
     return parameter.is_sparse and not parameter.is_frozen
+
+
+def _with_narrow(run: Resolved, unit: UnitParameters, owned: Sequence[Parameter]) -> UnitParameters:
+    """The unit with its parameters whose moments have fewer bits."""
+    mesh, narrow = run.plan.mesh, dict[Family, int]()
+    degrees = {"tp": mesh.tp, "ep": mesh.ep}
+    for p in owned:
+        if p.name in run.plan.narrow:
+            cuts = set(map(run.plan.rules.cut, p.axes))
+            family: Family = "adapters" if p.factor is not None else "experts" if "ep" in cuts else "dense"
+            numel = math.prod(run.plan.pad_dims(p)) // math.prod(degrees[cut] for cut in cuts if cut in degrees)
+            narrow[family] = narrow.get(family, 0) + numel
+    return replace(unit, narrow=tuple(narrow.items()))
 
 
 def _with_tables(unit: UnitParameters, owned: Sequence[Parameter]) -> UnitParameters:

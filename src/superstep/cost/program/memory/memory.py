@@ -20,12 +20,12 @@ from superstep.cost.program.buffers import (
     family_numel,
     gradient_bytes,
     is_exact,
+    moment_bytes,
     zero_stage,
 )
 from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.cost.program.memory.activations import unit_bytes
 from superstep.cost.program.memory.temporaries import step_bytes
-from superstep.plan.optimizers import MOMENTS
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.instructions import Program
 from superstep.program.peak_memory import Peak, UnitBytes, high_water
@@ -96,13 +96,13 @@ def _rank(run: Resolved, owned: Sequence[UnitParameters], units: Sequence[int], 
         if not run.plan.trains(family):
             params += element_bytes(run, family) * (share if sharding.shards_parameters else whole)
             continue
-        # Master weights of their own: wherever the compute dtype is not theirs. With ZeRO 3 in fp32 they are all there
+        # Master weights of their own: wherever the compute dtype is not theirs. Else, with ZeRO 3, they are all there
         # is.
-        master = FP32 * share if compute != "fp32" else 0
+        is_copy, masters = compute != run.config.numerics.master, ELEMENT_BYTES[run.config.numerics.master] * share
         kept = 0 if sharding.shards_parameters else ELEMENT_BYTES[compute] * whole
-        params += FP32 * share if sharding.shards_parameters and compute == "fp32" else kept
+        params += masters if sharding.shards_parameters and not is_copy else kept
         gradients += gradient_bytes(run) * (share if sharding.shards_gradients else whole)
         gradients += FP32 * share if is_exact(run) else 0
-        optimizer += len(MOMENTS[run.config.train.optimizer]) * FP32 * share + master
+        optimizer += sum(moment_bytes(run, unit, family) for unit in held) + (masters if is_copy else 0)
     batch = step_bytes(run, has_blocks=has_blocks)
     return RankBytes(params=params, gradients=gradients, optimizer=optimizer, peak=peak, batch=batch)

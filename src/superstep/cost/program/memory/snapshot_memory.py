@@ -1,6 +1,6 @@
 """snapshot_bytes: the host memory of the copies of a rank's state.
 
-weights and moments, fp32               4 bytes each · this rank's share of what is trained
+master weights and moments              their bytes, 4 each in fp32 · this rank's share of what is trained
 slots                                   3: the newest complete one, the next, and one on its way to disk
 with a copy on another host             4: the newest, the next, the one that other hosts have, the one they have next;
                                         and 3 for copies of a rank of another host
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from superstep.cost.program.buffers import FP32, share_numel
-from superstep.cost.program.flops import rank_parameters
-from superstep.plan.optimizers import MOMENTS
+from superstep.cost.program.buffers import ELEMENT_BYTES, list_trained_families, moment_bytes, share_numel
+from superstep.cost.program.flops import UnitParameters, rank_parameters
 from superstep.plan.resolution.resolve import Resolved
 from superstep.program.compile import compile_evaluation
 
@@ -31,5 +30,12 @@ def slots_bytes(run: Resolved) -> int:
     slots = SLOTS + PEER_SLOTS * (run.config.state.peers or 0)
     # Who holds what is the same in the shortest program.
     program, owned = compile_evaluation(replace(run.plan, microbatches=1)), rank_parameters(run)
-    shares = [sum(share_numel(run, owned[u]) for u in program.list_held_units(rank)) for rank in range(program.pp)]
-    return slots * (1 + len(MOMENTS[run.config.train.optimizer])) * FP32 * max(shares)
+    return slots * max(
+        sum(_state_bytes(run, owned[unit]) for unit in program.list_held_units(rank)) for rank in range(program.pp)
+    )
+
+
+def _state_bytes(run: Resolved, unit: UnitParameters) -> int:
+    """Bytes of a unit's master weights and moments on a rank."""
+    masters = ELEMENT_BYTES[run.config.numerics.master] * share_numel(run, unit)
+    return masters + sum(moment_bytes(run, unit, family) for family in list_trained_families(run))

@@ -264,7 +264,9 @@ class OperationDurations:
         """The gradient's norm, the update, the copy for computing, and zeros for the next step."""
         run, machine = self.run, self.machine
         shares = [FP32 * share_numel(run, unit) for unit in units]
-        update_s = machine.pass_s("update", update_passes(run.config.train.optimizer) * sum(shares))
+        update_s = machine.pass_s(
+            "update", update_passes(run.config.train.optimizer, run.config.train.moments) * sum(shares)
+        )
         update_s += sum(machine.pass_s("read", size) for size in shares)
         if not zero_stage(run).shards_optimizer and run.config.numerics.compute != "fp32":
             update_s += machine.pass_s("copy", 1.5 * sum(shares))
