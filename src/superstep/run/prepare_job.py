@@ -133,7 +133,7 @@ def _newest_of(run: Resolved, folder: RunFolder) -> Path | None:
     """
     checkpoint = newest(folder.checkpoints)
     if checkpoint is not None:
-        require_same_run(checkpoint, identity_of(run))
+        require_same_run(checkpoint, identity_of(run), converts=run.config.state.convert)
     return checkpoint
 
 

@@ -88,7 +88,7 @@ class RunState:
 
     def load(self, checkpoint: Path) -> Position:
         """Resume from a checkpoint; adapters also need their base weights."""
-        require_same_run(checkpoint, self._identity)
+        require_same_run(checkpoint, self._identity, converts=self.run.config.state.convert)
         position = self.read(checkpoint)
         if self.run.config.lora is not None:
             base = resume_base(self.run, self._engine, self.peers, checkpoint)
@@ -101,7 +101,7 @@ class RunState:
         Raises:
             StateError: it is damaged, or belongs to another model: on every rank the same. Nothing has changed.
         """
-        position = load(place, self._engine.pieces(kinds), self.peers)
+        position = load(place, self._engine.pieces(kinds), self.peers, converts=self.run.config.state.convert)
         self._engine.note_loaded(position.step, position.loss_scale)
         return position
 

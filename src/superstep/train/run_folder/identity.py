@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 from superstep.data.sources.source import open_any_samples
@@ -29,7 +30,10 @@ SAMPLE_BYTES = 1 << 16
 _ELSEWHERE = ("weights", "source")
 """Fields of the model that are paths: the same model may have moved."""
 
-_EARLIER = {"train.optimizer": "adamw"}
+FORMATS = ("train.moments", "numerics.master")
+"""Fields in which a resumed run may differ, if its state is to be converted."""
+
+_EARLIER = {"train.optimizer": "adamw", **dict.fromkeys(FORMATS, "fp32")}
 """What a checkpoint has that does not say so."""
 
 
@@ -37,6 +41,7 @@ def identity_of(run: Resolved, corpus: Path | None = None) -> dict[str, str]:
     """A run's identity by field names; with its tokens if their folder is given."""
     model = asdict(run.config.model)
     identity = {"train.seed": str(run.config.train.seed), "train.optimizer": run.config.train.optimizer}
+    identity |= {name: attrgetter(name)(run.config) for name in FORMATS}
     identity |= {f"model.{k}": str(v) for k, v in model.items() if v is not None and k not in _ELSEWHERE}
     if corpus is None:
         return identity
@@ -49,8 +54,13 @@ def identity_text(identity: Mapping[str, str]) -> str:
     return json.dumps(identity, indent=1) + "\n"
 
 
-def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
+def require_same_run(checkpoint: Path, identity: Mapping[str, str], *, converts: bool) -> None:
     """Check that a checkpoint belongs to this run. A missing or damaged file passes: the loader verifies all hashes.
+
+    Args:
+        checkpoint: its folder.
+        identity: of this run.
+        converts: whether its moments and master weights may have other formats there.
 
     Raises:
         StateError: it belongs to another run.
@@ -60,10 +70,17 @@ def require_same_run(checkpoint: Path, identity: Mapping[str, str]) -> None:
     except (OSError, ValueError):
         return
     for name, mine in identity.items():
-        if isinstance(saved, dict) and (there := saved.get(name, _EARLIER.get(name, mine))) != mine:
+        if not isinstance(saved, dict) or (there := saved.get(name, _EARLIER.get(name, mine))) == mine:
+            continue
+        if name not in FORMATS:
             raise StateError(
                 f"{checkpoint} is of another run: there {name} = {there}, and here {mine}. Move it away and "
                 "resume, or begin a new run with its weights by --model.weights and --state.existing new."
+            )
+        if not converts:
+            raise StateError(
+                f"{checkpoint} has {name} = {there}, and here it is {mine}; resume with --{name} {there}, or have the "
+                "state rounded to the format of this run by --state.convert."
             )
 
 
