@@ -58,6 +58,16 @@ REFUSED: list[tuple[dict[str, object], int | None, list[str]]] = [
     ),
     ({"freeze__params": ("*",)}, None, ["freeze.params = ['*'] freezes every parameter", "leave one out"]),
     ({"lora__rank": 2, "model__experts": 4}, None, ["lora with model.experts = 4", "leave [lora] out"]),
+    (
+        {"train__moments": "8bit", "plan__tp": 2},
+        None,
+        ["train.moments = '8bit' with plan.tp = 2", "amid a block of 256", "plan.tp to 1, or train.moments to bf16"],
+    ),
+    (
+        {"numerics__master": "bf16"},
+        None,
+        ["numerics.master = 'bf16' with numerics.compute = 'fp32'", "numerics.compute to bf16"],
+    ),
     ({"plan__pp": 0}, None, ["plan.pp = 0", "at least 1"]),
     ({"plan__dp": 0}, None, ["plan.dp = 0", "at least 1"]),
     ({"plan__microbatch": 0}, None, ["plan.microbatch = 0", "at least 1"]),
