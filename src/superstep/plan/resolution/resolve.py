@@ -21,11 +21,10 @@ from superstep.plan.model.axes import outline_of
 from superstep.plan.model.outline import Outline, Parameter
 from superstep.plan.model.shape import ModelShape
 from superstep.plan.model.sizes.lookup import shape_of
-from superstep.plan.narrow import check_narrow, find_narrow
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.fill_plan import fill_plan, find_activations
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
-from superstep.plan.resolution.trained_parameters import choose_trained, list_frozen_units
+from superstep.plan.resolution.trained_parameters import choose_narrow, choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
 from superstep.plan.sample_fields import Counts, SampleFields
 from superstep.plan.saved_activations import PLAIN, SavedActivations
@@ -289,7 +288,6 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
     padding = padding_of(shape, rules, grain.cells if grain else plan.tp)
     check_split(outline, rules, plan.tp, {axis for axis, _ in padding})
     check_blocks(outline, rules, plan.tp)
-    check_narrow(config, outline, rules)
     assert plan.dp is not None
     assert plan.microbatch is not None
     assert plan.schedule is not None
@@ -333,7 +331,7 @@ def _check_plan(config: RunConfig, shape: ModelShape | None, outline: Outline) -
         activations=activations,
         kept=kept,
         reload_ahead=plan.reload_ahead or 1,
-        narrow=find_narrow(config, outline),
+        narrow=choose_narrow(config, outline, rules),
     )
     require_way_back(made.units, stages, taken, made.has_backward)
     for phase, its_plan in zip(made.phases, made.list_phases(), strict=False):

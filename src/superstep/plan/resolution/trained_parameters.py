@@ -6,10 +6,12 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.model.outline import Outline
 from superstep.plan.model.shape import ModelShape
+from superstep.plan.narrow import check_narrow, find_narrow
 from superstep.plan.resolution.freeze import freeze
 from superstep.plan.resolution.lora import add_lora
 from superstep.plan.resolution.phase_settings import check_phases
 from superstep.plan.resolution.sparse import check_sparse
+from superstep.plan.rules import Rules
 
 
 def choose_trained(config: RunConfig, shape: ModelShape | None, outline: Outline) -> Outline:
@@ -55,3 +57,9 @@ def list_frozen_units(outline: Outline) -> tuple[int, ...]:
     if not any(p.is_frozen for unit in outline.units for p in unit.parameters):
         return ()
     return tuple(number for number, owned in enumerate(outline.owned) if all(p.is_frozen for p in owned))
+
+
+def choose_narrow(config: RunConfig, outline: Outline, rules: Rules) -> frozenset[str]:
+    """The names of parameters with moments in fewer bits than fp32; raises ConfigError where tp would cut a block."""
+    check_narrow(config, outline, rules)
+    return find_narrow(config, outline)
