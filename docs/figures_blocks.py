@@ -64,9 +64,19 @@ FIGURES: dict[str, Figure] = {
         "2026-11-27",
     ),
     "language.json": Figure(
-        "the language of held-out spoken prompts, five languages",
-        "bench.accuracy runs/audio_language --wanted 0.9 --out bench/results/language.json",
-        "2026-11-27",
+        "the language of held-out spoken prompts, five languages, three seeds",
+        "bench.accuracy runs/lang0 runs/lang1 runs/lang2 --wanted 0.9 --out bench/results/language.json",
+        "2026-11-28",
+    ),
+    "vision_language.json": Figure(
+        "answers to questions on composed pictures, with pairs of kinds that no training has, three seeds",
+        "bench.vision_language runs/seen0 runs/seen1 runs/seen2 --out bench/results/vision_language.json",
+        "2026-11-28",
+    ),
+    "recaption.json": Figure(
+        "things drawn as captions ask, by the texts of the training: alt texts, short and full captions, three seeds",
+        "bench.recaption",
+        "2026-11-28",
     ),
     "transcripts.json": Figure(
         "transcripts of held-out prompts with their sounds and without, and letters that are wrong, three seeds",
