@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from bench.machine import write_result
-from superstep.comm.device import Device
+from bench.trained_text import compare_losses, open_trainer, train_to_end
 from superstep.cost.program.flops import rank_parameters
 from superstep.data.preparation.prepare import prepare
-from superstep.launch.ranks import World
 from superstep.plan.block_weights import BlockFormat
 from superstep.plan.config import (
     DataConfig,
@@ -35,10 +32,7 @@ from superstep.plan.config import (
     TrainConfig,
 )
 from superstep.plan.resolution.resolve import Resolved, resolve
-from superstep.train.corpus_trainer import CorpusTrainer
-from superstep.train.loop import evaluate, steps
-from superstep.train.run_folder.run_paths import RunFolder
-from superstep.train.throughput import PeakRate
+from superstep.train.loop import evaluate
 
 RESULT = Path(__file__).parent / "results" / "lora_base.json"
 BASES: dict[str, BlockFormat | None] = {"bf16": None, "nf4": "nf4", "int8": "int8"}
@@ -61,31 +55,16 @@ def run_of(base: Path, model: ModelConfig, data: DataConfig, seed: int, count: i
 
 def train_beside(run: Resolved, corpus: Path) -> dict[str, float]:
     """The validation losses before and after training."""
-    rate = PeakRate(flops_per_token=None, peak_flops=None)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = CorpusTrainer(World(0, 1, Device("cpu")), run, RunFolder(root=Path(folder)), corpus, rate)
+    with open_trainer(run, corpus) as trainer:
         position = trainer.start()
         before = evaluate(trainer, position).loss
-        for done in steps(trainer, position):
-            position = done.position
-        found = {"before": before, "loss": evaluate(trainer, position).loss}
-        trainer.close()
-    return found
+        return {"before": before, "loss": evaluate(trainer, train_to_end(trainer, position)).loss}
 
 
 def bytes_per_weight(run: Resolved) -> float:
     """Bytes of the base's linears in blocks, for each of their weights."""
     matrices = [p.dims for owned in run.outline.owned for p in owned if p.block_format]
     return sum(unit.count_packed_on_rank(1) for unit in rank_parameters(run)) / sum(map(math.prod, matrices))
-
-
-def summarize(name: str, rows: Sequence[dict[str, dict[str, float]]]) -> dict[str, float | list[float]]:
-    """A base's loss over that beside bf16, as a mean over the seeds with its interval."""
-    ratios = [row[name]["loss"] / row[BEFORE]["loss"] for row in rows]
-    mean = statistics.fmean(ratios)
-    half = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
-    interval = [] if math.isnan(half) else [round(mean - half, 5), round(mean + half, 5)]
-    return {"ratio": round(mean, 5), "interval": interval}
 
 
 def main() -> None:
@@ -111,7 +90,7 @@ def main() -> None:
                 options.out,
                 steps=options.steps,
                 seeds=rows,
-                over_bf16={name: summarize(name, rows) for name in BASES if name != BEFORE},
+                over_bf16={name: compare_losses(rows, name, BEFORE) for name in BASES if name != BEFORE},
                 bytes_per_weight={name: round(bytes_per_weight(run), 4) for name, run in runs.items() if BASES[name]},
             )
 

@@ -23,17 +23,15 @@ from pathlib import Path
 import torch
 
 from bench.machine import machine_facts
-from superstep.comm.device import Device
+from bench.trained_text import open_trainer
 from superstep.cost.program.flops import model_flops_per_token, parameters
 from superstep.data.preparation.prepare import prepare
-from superstep.launch.ranks import World
 from superstep.observe.router_balance import busiest, entropy, share_dropped
 from superstep.plan.config import ModelConfig, PlanConfig, RunConfig, TrainConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.state.manifest import Position
 from superstep.train.corpus_trainer import CorpusTrainer
 from superstep.train.loop import evaluate, routers, steps
-from superstep.train.run_folder.run_paths import RunFolder
 
 DENSE = ModelConfig(name="demo")
 SWITCH = replace(DENSE, experts=8, router="switch")
@@ -70,8 +68,7 @@ def measure(name: str, model: ModelConfig, seed: int, load: Load, corpus: Path) 
     )
     run = resolve(config)
     validation, reports, wall, cpu = [], [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = CorpusTrainer(World(0, 1, Device("cpu")), run, RunFolder(root=Path(folder)), corpus, None)
+    with open_trainer(run, corpus) as trainer:
         position = Position()
         validation.append({"step": 0, "loss": evaluate(trainer, position).loss})
         began_cpu = time.process_time()
@@ -84,7 +81,6 @@ def measure(name: str, model: ModelConfig, seed: int, load: Load, corpus: Path) 
             if step % load.eval_every == 0:
                 validation.append({"step": step, "loss": evaluate(trainer, done.position).loss})
             began_cpu = time.process_time()
-        trainer.close()
     return {
         "name": name,
         "seed": seed,
