@@ -78,6 +78,11 @@ FIGURES: dict[str, Figure] = {
         "bench.recaption",
         "2026-11-28",
     ),
+    "moments.json": Figure(
+        "moments in 8 bits: bytes, and an update beside fp32's, bitsandbytes' and torchao's",
+        "bench.moments --json",
+        "2026-11-28",
+    ),
     "transcripts.json": Figure(
         "transcripts of held-out prompts with their sounds and without, and letters that are wrong, three seeds",
         "bench.transcripts",
