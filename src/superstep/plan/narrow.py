@@ -23,7 +23,7 @@ def find_narrow(config: RunConfig, outline: Outline) -> frozenset[str]:
     """Names of the parameters with moments in fewer bits; none with fp32 moments."""
     if config.train.moments == "fp32":
         return frozenset()
-    return frozenset(p.name for unit in outline.units for p in unit.parameters if is_narrow(p))
+    return frozenset(p.name for owned in outline.owned for p in owned if is_narrow(p))
 
 
 def is_narrow(parameter: Parameter) -> bool:
@@ -50,8 +50,8 @@ def check_narrow(config: RunConfig, outline: Outline, rules: Rules) -> None:
     _check_master(config, outline)
     if config.train.moments != "8bit" or config.plan.tp == 1:
         return
-    for unit in outline.units:
-        for p in unit.parameters:
+    for owned in outline.owned:
+        for p in owned:
             for dim, axis in enumerate(p.axes):
                 run = math.prod(p.dims[dim:])
                 if is_narrow(p) and axis and rules.cut(axis) == "tp" and run % (config.plan.tp * BLOCK):

@@ -4,18 +4,22 @@ by tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from superstep.engine.engine import StepResult
 from superstep.errors import ConfigError
+from superstep.kernels.blocks.dynamic_map import decode, dynamic_map
 from superstep.model.unit import ParamSpec, initial
-from superstep.numerics.tolerance import SAME_ROUNDING, Tolerance, tolerance
+from superstep.numerics.narrow.narrow_update import is_signed
+from superstep.numerics.tolerance import Tolerance, same_rounding, tolerance
 from superstep.plan.resolution.resolve import Resolved
 from superstep.state.tensor_piece import TensorPiece
 
@@ -23,6 +27,9 @@ FEW = 256
 """Elements of a tensor below which roundings need not average out, such as a norm over a head with cancelling
 gradients.
 """
+
+BF16_BITS = 8
+"""Bits of a number's magnitude."""
 
 CAP = 3.0
 """Largest noise of a large tensor, in tolerances."""
@@ -62,7 +69,8 @@ class Yardstick:
 
 def reference_yardstick(run: Resolved, folder: Path) -> Yardstick:
     """The reference in ``folder``, with a run's tolerance."""
-    allowed = tolerance(run.config.numerics.compute, has_experts="experts" in run.plan.families)
+    has_experts, config = "experts" in run.plan.families, run.config
+    allowed = tolerance(config.numerics.compute, has_experts=has_experts, moments=config.train.moments)
     return Yardstick("the reference", folder, allowed)
 
 
@@ -81,7 +89,7 @@ def yardsticks_of(run: Resolved, folder: Path, one_rank: Path | None) -> Iterato
     noise = (one_rank, folder)
     yield replace(plain, noise=noise, share=2.0)
     if has_same_roundings(run):
-        yield Yardstick("one rank", one_rank, SAME_ROUNDING, noise=noise, share=0.25)
+        yield Yardstick("one rank", one_rank, same_rounding(run.config.train.moments), noise=noise, share=0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,22 +175,15 @@ class Compare:
                 )
         return differences
 
-    def pieces(self, pieces: Iterator[TensorPiece], take: Callable[[TensorPiece, Tensor], None]) -> list[Difference]:
-        """Compare each piece; ``take`` receives it as well, on the CPU."""
-        differences = []
-        for piece in pieces:
-            values = piece.values.detach().cpu().contiguous()
-            take(piece, values)
-            differences += [self._piece(yard, piece, values) for yard in self._yardsticks]
-        return differences
+    def piece(self, piece: TensorPiece) -> list[Difference]:
+        """Compare a piece, with its numbers on the host."""
+        return [self._piece(yard, piece) for yard in self._yardsticks]
 
-    def _piece(self, yard: Yardstick, piece: TensorPiece, values: Tensor) -> Difference:
-        whole, ours = self._read(yard.folder, piece), values.double()
+    def _piece(self, yard: Yardstick, piece: TensorPiece) -> Difference:
+        whole, ours = self._read(yard.folder, piece), piece.values.double()
         if piece.kind == "weight":
-            # Frozen weights exist in the compute dtype alone.
-            start = initial(self._specs[piece.name], piece.shape, self._seed).to(values.dtype).double()
-            whole = whole.to(values.dtype).double()
-            ours, whole = ours - part_of(start, piece), whole - start
+            start = part_of(self._first_values(piece), piece)
+            ours = ours - start.to(piece.values.dtype).double()
         theirs = part_of(whole, piece)
         # A tensor of zeros in the reference must be zero here.
         size = float(whole.norm()) or 1e-30
@@ -196,15 +197,25 @@ class Compare:
         beside = float((ours - ratio * theirs).norm()) / length if length else float("nan")
         kind = KIND_OF[piece.kind]
         allowed = yard.most(kind, self._step, noise, whole.numel())
+        if piece.kind == "weight" and yard.against == "the reference" and not self._specs[piece.name].is_frozen:
+            allowed += measure_roundings(piece.values, self._step + 1) / size
         return replace(
             self._difference(yard, kind, piece.name, relative, allowed), ratio=ratio, beside=beside, square=scale
         )
 
     def _read(self, folder: Path, piece: TensorPiece) -> Tensor:
+        """The whole tensor of a piece; of weights the distance from their initial values, in the dtype that they have
+        there.
+        """
         if folder not in self._files:
             self._files[folder] = safe_open(folder / f"{self._step}.safetensors", framework="pt")
         whole: Tensor = self._files[folder].get_tensor(f"{piece.kind}/{piece.name}")
-        return whole.double()
+        if piece.kind != "weight":
+            return whole.double()
+        return whole.double() - self._first_values(piece).to(whole.dtype).double()
+
+    def _first_values(self, piece: TensorPiece) -> Tensor:
+        return initial(self._specs[piece.name], piece.shape, self._seed)
 
     def _difference(
         self,
@@ -243,6 +254,32 @@ def scales(differences: Sequence[Difference], yard: Yardstick) -> Iterator[Diffe
             against=yard.against,
             ratio=ratio,
         )
+
+
+def measure_roundings(weights: Tensor, steps: int) -> float:
+    """Twice the expected norm of what stochastic roundings of weights in bf16 change in some steps; 0 in fp32.
+
+    The place of a number between two neighbours is even, so that the mean square of an error is a sixth of their
+    distance's square.
+    """
+    if weights.dtype != torch.bfloat16:
+        return 0.0
+    spacing = torch.ldexp(torch.ones(()), torch.frexp(weights.float()).exponent - BF16_BITS)
+    return 2 * float(spacing.double().norm()) * math.sqrt(steps / 6)
+
+
+def decode_moments(pieces: Iterable[TensorPiece]) -> Iterator[TensorPiece]:
+    """The pieces, but of moments in 8 bits the numbers, instead of codes and the scales that follow them."""
+    codes: TensorPiece | None = None
+    for piece in pieces:
+        if codes is not None:
+            numbers = decode(codes.values, piece.values, dynamic_map(is_signed=is_signed(codes.kind)))
+            yield replace(codes, values=numbers)
+            codes = None
+        elif piece.kind in ("exp_avg", "exp_avg_sq") and piece.values.dtype == torch.uint8:
+            codes = piece
+        else:
+            yield piece
 
 
 def part_of(tensor: Tensor, piece: TensorPiece) -> Tensor:

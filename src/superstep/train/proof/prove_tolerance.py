@@ -31,6 +31,7 @@ from superstep.train.proof.compare import (
     Compare,
     Difference,
     Yardstick,
+    decode_moments,
     reference_yardstick,
     scales,
     yardsticks_of,
@@ -260,18 +261,23 @@ def _step(engine: Engine, batch: Batch, step: int, compare: Compare, bits: Bits,
     compared: list[Difference] = []
     tensors: dict[str, Tensor] = {}
 
-    def take(piece: TensorPiece, values: Tensor) -> None:
-        bits[step, piece_bits(piece)] = hash_tensor(values)
-        if keep is not None:
-            tensors[f"{piece.kind}/{piece.name}"] = values.view(piece.shape).clone()
+    def note_bits(pieces: Iterator[TensorPiece]) -> Iterator[TensorPiece]:
+        for piece in pieces:
+            values = piece.values.detach().cpu().contiguous()
+            bits[step, piece_bits(piece)] = hash_tensor(values)
+            yield replace(piece, values=values)
+
+    def take(pieces: Iterator[TensorPiece]) -> None:
+        for piece in decode_moments(note_bits(pieces)):
+            compared.extend(compare.piece(piece))
+            if keep is not None:
+                tensors[f"{piece.kind}/{piece.name}"] = piece.values.view(piece.shape).clone()
 
     bits[step, DATA] = data_bits(mine)
-    result = _train(
-        engine, mine, step, inspect=lambda: compared.extend(compare.pieces(engine.pieces(["gradient"]), take))
-    )
+    result = _train(engine, mine, step, inspect=lambda: take(engine.pieces(["gradient"])))
     bits[step, "loss"], bits[step, "norm"] = repr(result.loss), repr(result.grad_norm)
     compared += compare.step(result)
-    compared += compare.pieces(engine.pieces(), take)
+    take(engine.pieces())
     if keep is not None:
         write_step(keep, step, tensors, loss=result.loss, grad_norm=result.grad_norm)
     return compared
