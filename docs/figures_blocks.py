@@ -83,6 +83,11 @@ FIGURES: dict[str, Figure] = {
         "bench.moments --json",
         "2026-11-28",
     ),
+    "resnet.json": Figure(
+        "ResNet-18 on emoji of a maker that no training has, three seeds, on a busy machine",
+        "bench.accuracy runs/resnet0 runs/resnet1 runs/resnet2 --wanted 0.55 --out bench/results/resnet.json",
+        "2026-11-28",
+    ),
     "transcripts.json": Figure(
         "transcripts of held-out prompts with their sounds and without, and letters that are wrong, three seeds",
         "bench.transcripts",
