@@ -11,6 +11,7 @@ from typing import Literal
 
 from superstep.plan.block_weights import BlockFormat
 from superstep.plan.loss_scale import LossScaleConfig
+from superstep.plan.observe import ObserveConfig
 from superstep.plan.optimizers import MasterFormat, MomentFormat, OptimizerName
 from superstep.plan.rollback import RollbackConfig
 from superstep.plan.trained_parts import FreezeConfig, PhasesConfig
@@ -25,9 +26,9 @@ EncoderPlacement = Literal["front", "spread", "bubbles"]
 Context = Literal["ring", "ulysses"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Place = Literal["device", "host", "disk"]
+"""Where something lies: in the device's memory, in the host's, or in a file."""
 Kept = Literal["all", "selective", "input", "host", "disk"]
 """What a unit keeps of a microbatch for its backward pass; host and disk: all of it, there."""
-"""Where something lies: in the device's memory, in the host's, or in a file."""
 Router = Literal["noisy-topk", "top2", "switch", "dropless", "sigmoid"]
 Positions = Literal["rope", "alibi", "t5", "relative"]
 Decay = Literal["cosine", "wsd"]
@@ -35,7 +36,6 @@ Existing = Literal["refuse", "resume", "new"]
 Nulls = Literal["skip", "refuse"]
 Rule = Literal["tp", "ep", "none"]
 DeviceKind = Literal["cpu", "cuda"]
-Tracker = Literal["wandb", "mlflow", "trackio"]
 Kernels = Literal["auto", "triton", "torch"]
 
 
@@ -362,30 +362,6 @@ class StateConfig:
     recompute_every: int | None = None
     """Exact mode with dp > 1: steps between those with a gradient that other ranks compute as well, to find faulty
     processors; none repeats no step.
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObserveConfig:
-    """What a run reports."""
-
-    tensorboard: bool = True
-    """Whether TensorBoard's event files are written into the run directory."""
-    trackers: tuple[Tracker, ...] = ()
-    """Trackers that also receive the curves, through their installed clients: wandb (Weights & Biases), mlflow,
-    trackio. Address and account are their own settings.
-    """
-    project: str = "superstep"
-    """The run's project there; MLflow calls it an experiment."""
-    log_every: int = 10
-    """Steps between lines where the output is no terminal, and between reports of the routers."""
-    peak_flops: float | None = None
-    """FLOP/s of one rank's device that MFU is measured against; none looks it up, or measures it on a CPU."""
-    sample: str | None = None
-    """A prompt that the model continues after each checkpoint, in a process beside the run, for the report."""
-    profile: tuple[int, ...] = ()
-    """Steps that torch's profiler records: of each, every rank writes a trace into the run directory's profiles, which
-    Perfetto opens. superstep train takes them as --profile too.
     """
 
 

@@ -10,7 +10,7 @@ from superstep.errors import ConfigError
 from superstep.plan.config import RunConfig
 from superstep.plan.resolution.check_fp16 import check_fp16
 from superstep.plan.resolution.sample_rules import check_samples
-from superstep.plan.skip_and_rollback import batches_left_out, check_rollback
+from superstep.plan.resolution.skip_and_rollback import batches_left_out, check_rollback
 
 AT_LEAST = {
     "model.norm_group": 1,

@@ -24,6 +24,7 @@ from superstep.plan.model.sizes.lookup import shape_of
 from superstep.plan.resolution.check_ranges import check_ranges
 from superstep.plan.resolution.fill_plan import fill_plan, find_activations
 from superstep.plan.resolution.reduction_grain import Grain, find_grain
+from superstep.plan.resolution.skip_and_rollback import check_recompute
 from superstep.plan.resolution.trained_parameters import choose_narrow, choose_trained, list_frozen_units
 from superstep.plan.rules import Rules
 from superstep.plan.sample_fields import Counts, SampleFields
@@ -39,7 +40,6 @@ from superstep.plan.sharding.edges import (
 )
 from superstep.plan.sharding.parameters import check_blocks, check_decoder, check_split, padding_of, rules_of
 from superstep.plan.sharding.stages import place, stages_of
-from superstep.plan.skip_and_rollback import check_recompute
 from superstep.plan.zero import ZeroStage
 
 

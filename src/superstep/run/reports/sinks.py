@@ -14,7 +14,8 @@ from superstep.observe.events import Sink
 from superstep.observe.jsonl import JsonLines
 from superstep.observe.tensorboard import TensorBoard
 from superstep.observe.trackers import Mlflow, TrackedRun, Tracker, TrackerSink, Trackio, Wandb
-from superstep.plan.config import ObserveConfig, RunConfig
+from superstep.plan.config import RunConfig
+from superstep.plan.observe import ObserveConfig
 from superstep.run.reports.report import ReportAtEnd, flat
 from superstep.train.run_folder.run_paths import RunFolder, write_whole
 

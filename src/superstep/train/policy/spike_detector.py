@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from superstep.plan.resolution.skip_and_rollback import batches_left_out
 from superstep.plan.rollback import RollbackConfig
-from superstep.plan.skip_and_rollback import batches_left_out
 from superstep.train.policy.corruption_check import Corruption
 
 LEAST_SPREAD = 1e-6

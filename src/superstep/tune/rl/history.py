@@ -13,7 +13,7 @@ from typing import Any
 
 from superstep.errors import StateError
 from superstep.observe import jsonl
-from superstep.plan.skip_and_rollback import batches_left_out
+from superstep.plan.resolution.skip_and_rollback import batches_left_out
 from superstep.tune.program.task_order import TaskOrder
 
 Span = tuple[float, float]

@@ -13,7 +13,7 @@ from superstep.grade.config import GradeConfig
 from superstep.grade.workers.environment_process import EnvironmentProcess
 from superstep.observe.events import Resumed
 from superstep.plan.resolution.resolve import Resolved
-from superstep.plan.skip_and_rollback import batches_left_out
+from superstep.plan.resolution.skip_and_rollback import batches_left_out
 from superstep.serve.config import ServeConfig
 from superstep.state.checkpoint import read_position
 from superstep.state.snapshots.memory_snapshot import Handles, SnapshotMemory

@@ -26,7 +26,7 @@ from superstep.errors import StateError
 from superstep.grade.task import Message, Rollout
 from superstep.grade.verdict import Verdict, verdict_from_json
 from superstep.observe.append_file import AppendFile
-from superstep.plan.skip_and_rollback import batches_left_out
+from superstep.plan.resolution.skip_and_rollback import batches_left_out
 from superstep.state.fsync import sync
 from superstep.tune.program.instructions import Cursor, RlSchedule
 from superstep.tune.program.task_order import TaskOrder
