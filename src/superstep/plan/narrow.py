@@ -53,20 +53,24 @@ def check_narrow(config: RunConfig, outline: Outline, rules: Rules) -> None:
     for owned in outline.owned:
         for p in owned:
             for dim, axis in enumerate(p.axes):
-                run = math.prod(p.dims[dim:])
-                if is_narrow(p) and axis and rules.cut(axis) == "tp" and run % (config.plan.tp * BLOCK):
-                    fits = _fitting_degrees(p.dims[dim], run, config.plan.tp)
+                if not (is_narrow(p) and axis and rules.cut(axis) == "tp"):
+                    continue
+                fits = _fitting_degrees(p, dim, config.plan.tp)
+                if config.plan.tp not in fits:
                     raise ConfigError(
                         f"train.moments = '8bit' with plan.tp = {config.plan.tp}: {p.name} {list(p.dims)} would be cut "
-                        f"amid a block of {BLOCK} elements, whose scale is shared; set plan.tp to {fits}, or "
-                        "train.moments to bf16."
+                        f"amid a block of {BLOCK} elements, whose scale is shared; set plan.tp to "
+                        f"{f'one of {fits}' if len(fits) > 1 else '1'}, or train.moments to bf16."
                     )
 
 
-def _fitting_degrees(size: int, run: int, degree: int) -> str:
-    """Smaller tensor-parallel degrees that cut between blocks."""
-    fits = [1, *(tp for tp in range(2, degree) if size % tp == 0 and run % (tp * BLOCK) == 0)]
-    return f"one of {list(fits)}" if len(fits) > 1 else "1"
+def _fitting_degrees(p: Parameter, dim: int, most: int) -> list[int]:
+    """The tensor-parallel degrees up to one that cut a dim between blocks, in each part that they cut on its own."""
+    sizes, inner = p.sections if p.sections and dim == 0 else (p.dims[dim],), math.prod(p.dims[dim + 1 :])
+    if inner % BLOCK == 0:  # each row ends with a block
+        return list(range(1, most + 1))
+    cuts = range(2, most + 1)
+    return [1, *(tp for tp in cuts if all(n % tp == 0 and n // tp * inner % BLOCK == 0 for n in sizes))]
 
 
 def _check_master(config: RunConfig, outline: Outline) -> None:

@@ -175,6 +175,7 @@ def _parameters(module: nn.Module, spec: UnitSpec, where: str) -> Iterator[Param
             is_statistic=param.is_statistic,
             is_sparse=param.is_sparse,
             is_frozen=param.is_frozen,
+            sections=param.sections,
         )
 
 

@@ -318,8 +318,11 @@ def _delta_sizes(delta: DeltaShape) -> dict[str, int]:
 
 def sections(shape: ModelShape, local: str) -> tuple[int, ...]:
     """Rows of each part of a parameter that is cut on its own: queries, keys, values; () where it is cut as a whole."""
-    axes = block_axes(shape)[local]
-    return shape.delta.sections if shape.delta is not None and axes[0] == "delta_qkv" else ()
+    return _sections(shape.delta, block_axes(shape)[local])
+
+
+def _sections(delta: DeltaShape | None, axes: Axes) -> tuple[int, ...]:
+    return delta.sections if delta is not None and axes[0] == "delta_qkv" else ()
 
 
 def _mixture_sizes(shape: ModelShape, moe: MoeShape) -> dict[str, int]:
@@ -347,6 +350,7 @@ def outline_of(shape: ModelShape) -> Outline:
         names: Mapping[str, str],
         size: Mapping[str, int] = size,
         inputs: tuple[str, ...] = (),
+        delta: DeltaShape | None = None,
     ) -> Unit:
         parameters = (
             Parameter(
@@ -355,6 +359,7 @@ def outline_of(shape: ModelShape) -> Outline:
                 dims=tuple(size[axis] for axis in a),
                 layer=_layer(local, a),
                 is_statistic=local in CHOICE_AXES,
+                sections=_sections(delta, a),
             )
             for local, a in axes.items()
         )
@@ -362,7 +367,7 @@ def outline_of(shape: ModelShape) -> Outline:
 
     def block(layer: int) -> Unit:
         size, table = kinds[shape.at(layer)]
-        return unit(f"block.{layer}", table, block_names(shape, layer), size)
+        return unit(f"block.{layer}", table, block_names(shape, layer), size, delta=shape.at(layer).delta)
 
     return Outline(
         (

@@ -37,6 +37,7 @@ class Parameter:
         is_frozen: whether it is not trained.
         block_format: of a frozen matrix in blocks of few bits; None for other parameters.
         is_sparse: whether it is a table of which only the rows that a step touches have a gradient.
+        sections: rows of each part that tp cuts on its own; () where it cuts the whole.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Parameter:
     is_frozen: bool = False
     block_format: BlockFormat | None = None
     is_sparse: bool = False
+    sections: tuple[int, ...] = ()
 
     def numel(self, rules: Rules, tp: int) -> int:
         """Elements on one tensor-parallel rank."""

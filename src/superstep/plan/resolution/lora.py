@@ -114,4 +114,11 @@ def _factors(parameters: Sequence[Parameter], targets: set[str], rank: int) -> I
         (outputs, inputs), (out_axis, in_axis) = parameter.dims, parameter.axes
         names = factor_names(linear)
         yield Parameter(name=names["a"], axes=(None, in_axis), dims=(rank, inputs), layer="linear", factor="a")
-        yield Parameter(name=names["b"], axes=(out_axis, None), dims=(outputs, rank), layer="linear", factor="b")
+        yield Parameter(
+            name=names["b"],
+            axes=(out_axis, None),
+            dims=(outputs, rank),
+            layer="linear",
+            factor="b",
+            sections=parameter.sections,
+        )
