@@ -7,9 +7,11 @@ layouts, for each dtype, dense and with experts:
     dtype    exact mode from the fp32 reference, which is written without the engine: the dtype's own rounding
     prove    fast mode on those layouts from the fp32 reference: what ``superstep prove`` compares
 
-fp16 has no exact mode, so of it there is the last one alone.
+fp16 has no exact mode, so of it there is the last one alone; and so it is of moments in fewer bits, in fp32, over three
+steps.
 
     python -m bench.tolerance [--worlds 1 2 4]
+    python -m bench.tolerance --moments 8bit bf16 --worlds 1 2 --json bench/results/moments-tolerance.json
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from bench.machine import write_result
 from superstep.data.batch import Batch
 from superstep.launch.ranks import World, launch
 from superstep.plan.config import DataConfig, ModelConfig, NumericsConfig, PlanConfig, RunConfig, TrainConfig
+from superstep.plan.optimizers import MomentFormat
 from superstep.plan.resolution.resolve import Resolved, resolve
 from superstep.train.proof.all_layouts import layouts
 from superstep.train.proof.compare import Difference
@@ -55,16 +58,16 @@ def config_of(dtype: str, model: str) -> RunConfig:
     )
 
 
-def batches() -> tuple[Batch, ...]:
+def batches(steps: int = STEPS) -> tuple[Batch, ...]:
     """Made-up tokens."""
     random = torch.Generator().manual_seed(1)
-    texts = [torch.randint(0, 64, (SEQUENCES, TOKENS + 1), generator=random) for _ in range(STEPS)]
+    texts = [torch.randint(0, 64, (SEQUENCES, TOKENS + 1), generator=random) for _ in range(steps)]
     return tuple(Batch({"tokens": t[:, :-1].contiguous()}, t[:, 1:].contiguous(), SEQUENCES * TOKENS) for t in texts)
 
 
-def differences(world: World, runs: Sequence[Resolved], folder: Path) -> list[Difference]:
+def differences(world: World, runs: Sequence[Resolved], folder: Path, steps: int = STEPS) -> list[Difference]:
     """Every compared value of every layout."""
-    return [d for run in runs for d in differences_of(world, run, batches(), folder)]
+    return [d for run in runs for d in differences_of(world, run, batches(steps), folder)]
 
 
 def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -94,6 +97,25 @@ def measure(dtype: str, model: str, worlds: Sequence[int]) -> dict[str, dict[str
     return {distance: _largest(values) for distance, values in found.items()}
 
 
+def measure_moments(moments: MomentFormat, worlds: Sequence[int], steps: int = 3) -> dict[str, float]:
+    """The largest distances of a model with moments of a format from the reference, by kind of value."""
+    config = config_of("fp32", "dense")
+    config = replace(
+        config,
+        model=replace(config.model, ffn=1024, tied=False),
+        train=replace(config.train, moments=moments),
+    )
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="superstep-tolerance-") as name:
+        write_reference(resolve(config).shape, config.train, batches(steps), Path(name))
+        for world in worlds:
+            runs = [run for run in layouts(config, world) if not run.shape.tied]
+            runs = [replace(run, config=replace(run.config, data=config.data)) for run in runs]
+            for each in launch(world, differences, runs, Path(name), steps):
+                found[each.kind] = max(found.get(each.kind, 0.0), each.relative)
+    return found
+
+
 def _largest(values: Sequence[Difference]) -> dict[str, float]:
     """By kind; gradients of the first step and of later ones apart."""
     found: dict[str, float] = {}
@@ -109,9 +131,17 @@ def main(argv: list[str]) -> int:
     options = argparse.ArgumentParser(prog="python -m bench.tolerance", description=__doc__.splitlines()[0])
     options.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
     options.add_argument("--dtypes", nargs="+", default=["fp32", "bf16", "fp16"])
+    options.add_argument("--moments", nargs="+", choices=["8bit", "bf16"], help="these formats, instead of dtypes")
     options.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "tolerance.json")
     asked = options.parse_args(argv)
     torch.set_num_threads(1)
+    if asked.moments:
+        formats = {moments: measure_moments(moments, asked.worlds) for moments in asked.moments}
+        print(formats)
+        write_result(
+            asked.json, workload={"layers": 4, "width": 32, "ffn": 1024, "worlds": asked.worlds}, moments=formats
+        )
+        return 0
     table = []
     print(f"{'dtype':6}{'model':9}{'distance':10}{'loss':>10}{'gradient':>10}{'later':>10}{'update':>10}", flush=True)
     for dtype in asked.dtypes:

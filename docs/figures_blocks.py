@@ -136,6 +136,9 @@ FIGURES: dict[str, Figure] = {
     "moe.json": Figure("a mixture of experts compared with a dense model", "bench.moe", "2026-11-21"),
     "tolerance.json": Figure("distances between layouts", "bench.tolerance --dtypes fp32 bf16", "2026-11-21"),
     "tolerance-fp16.json": Figure("the same in fp16", "bench.tolerance --dtypes fp16 --json", "2026-11-27"),
+    "moments-tolerance.json": Figure(
+        "the same of moments in fewer bits", "bench.tolerance --moments 8bit bf16 --worlds 1 2 --json", "2026-11-28"
+    ),
     "collectives.json": Figure("collectives in shared memory compared with Gloo", "bench.collectives", "2026-11-22"),
     "collectives-hosts.json": Figure(
         "collectives over hosts compared with Gloo",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from superstep.numerics.tolerance import tolerance
+from superstep.numerics.tolerance import ROUNDED, tolerance
 
 FOUND = json.loads((Path(__file__).parents[2] / "bench" / "results" / "tolerance.json").read_text(encoding="utf-8"))
 FACTORS = {
@@ -23,3 +23,13 @@ def test_a_tolerance_is_what_was_measured_times_a_factor(dtype, model):
     for kind, most in FACTORS[dtype].items():
         together = rows["order"][kind] + rows["dtype"][kind]
         assert rows["prove"][kind] < getattr(allowed, kind) < most * together, (kind, rows)
+
+
+@pytest.mark.parametrize("moments", ["8bit", "bf16"])
+def test_so_is_what_moments_in_fewer_bits_may_differ_by(moments):
+    path = Path(__file__).parents[2] / "bench" / "results" / "moments-tolerance.json"
+    found = json.loads(path.read_text(encoding="utf-8"))["moments"][moments]
+    assert found["moment"] < ROUNDED[moments] < 3 * found["moment"]
+    allowed = tolerance("fp32", has_experts=False, moments=moments)
+    for kind in ("loss", "gradient", "square", "update"):
+        assert found[kind] < allowed.of(kind, is_first=False), kind
