@@ -78,6 +78,11 @@ FIGURES: dict[str, Figure] = {
         "bench.recaption",
         "2026-11-28",
     ),
+    "rematerialize.json": Figure(
+        "dynamic tensor rematerialization: forwards of chains, and overheads on its authors' traces",
+        "bench.rematerialize --json",
+        "2026-11-28",
+    ),
     "moments.json": Figure(
         "moments in 8 bits: bytes, and an update beside fp32's, bitsandbytes' and torchao's",
         "bench.moments --json",

@@ -66,7 +66,7 @@ def test_what_no_flag_names_stays():
         (["--plan.tp", "--plan.pp", "2"], "--plan.tp has no value; it must be a whole number."),
         (["--train.lr", "much"], "--train.lr = 'much' is not valid; it must be a number."),
         (["--data.packed", "maybe"], "--data.packed = 'maybe' is not valid; it must be true or false."),
-        (["--plan.recompute", "some"], "must be one of 'none', 'selective', 'full'."),
+        (["--plan.recompute", "some"], "must be one of 'none', 'selective', 'full', 'auto'."),
         (["--lr", "3"], "unknown flag --lr; did you mean '--train.lr'?"),
         (["--train.step", "3"], "unknown flag --train.step; did you mean '--train.steps'?"),
         (["--zzz"], "unknown flag --zzz; superstep train --help lists them."),
