@@ -165,6 +165,22 @@ def test_products_on_a_grid_are_chunk_by_chunk(processor, dtype, outputs, inputs
 
 
 @pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("width", [1, 8, 24])
+def test_products_of_a_few_columns_have_the_bits_of_all(processor, dtype, width):
+    """As where a tensor-parallel rank has one head of 8 numbers; whatever the strides."""
+    torch.manual_seed(4)
+    grad, x = torch.randn(3, 24, 40).to(dtype), torch.randn(3, 24, 48).to(dtype)
+    whole = torch.zeros(40, 48, dtype=torch.int64)
+    assert PARAMETER.add_products(whole, grad, x, 4)
+    turned = [each.transpose(1, 2).contiguous().transpose(1, 2) for each in (grad, x)]
+    for left, right in ((grad, x), turned):
+        for at in range(0, 48, width):
+            some = torch.ones(40, width, dtype=torch.int64)
+            assert PARAMETER.add_products(some, left, right[..., at : at + width], 4)
+            assert torch.equal(some - 1, whole[:, at : at + width])
+
+
+@pytest.mark.parametrize("dtype", UNITS)
 def test_grouped_products_are_those_of_each_group_s_chunks(processor, dtype):
     """Chunks of any rows in any order, and none: as if each were a product of its own."""
     torch.manual_seed(5)

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from superstep.kernels import cpu_library
 
@@ -36,12 +37,9 @@ def add(into: Tensor, values: Tensor, *, scale: float, limit: float) -> bool:
 
 
 def takes_products(into: Tensor, grad: Tensor, x: Tensor) -> bool:
+    """Whether the kernel adds them: never by a shape, which a layout cuts, as torch's products sum in another order."""
     return (
-        cpu_library.takes(grad, x)
-        and into.dtype == torch.int64
-        and x.shape[-1] % cpu_library.LANES == 0
-        and all(each.stride(-1) == 1 for each in (into, grad, x))
-        and cpu_library.is_compiled()
+        cpu_library.takes(grad, x) and into.dtype == torch.int64 and into.stride(-1) == 1 and cpu_library.is_compiled()
     )
 
 
@@ -58,6 +56,7 @@ def add_products(into_OI: Tensor, grad_BSO: Tensor, x_BSI: Tensor, *, chunks: in
         chunks: equal parts of the tokens, S.
         scale, limit: powers of two.
     """
+    grad_BSO, x_BSI = _fill_lanes(grad_BSO, 1), _fill_lanes(x_BSI, cpu_library.LANES)
     sequences, tokens, _ = grad_BSO.shape
     begins = [_begins(sequences, tokens, chunks, *each.stride()[:2]) for each in (grad_BSO, x_BSI)]
     starts = _begins(1, chunks + 1, 1, 0, sequences * tokens // chunks)
@@ -76,7 +75,8 @@ def add_grouped_products(
         starts: the begin of each chunk in that order, and the end of the last: int64 [E · chunks + 1].
         scale, limit: powers of two.
     """
-    grad, x = ((each, order_R * each.stride(0)) for each in (grad_RO, x_RI))
+    factors = _fill_lanes(grad_RO, 1), _fill_lanes(x_RI, cpu_library.LANES)
+    grad, x = ((each, order_R * each.stride(0)) for each in factors)
     return _add(into_EOI, grad, x, starts, (scale, limit))
 
 
@@ -87,8 +87,13 @@ def _add(
     starts: Tensor,
     grid: tuple[float, float],
 ) -> bool:
-    """Each factor comes with the begins of its rows, in numbers."""
+    """Each factor comes with the begins of its rows, in numbers; columns of ``x`` that ``into`` has not are zeros."""
     experts, outputs, inputs = into_EOI.shape
+    if x[0].shape[-1] != inputs:
+        wide = into_EOI.new_zeros(experts, outputs, x[0].shape[-1])
+        is_right = _add(wide, grad, x, starts, grid)
+        into_EOI.add_(wide[..., :inputs])
+        return is_right
     wrong = torch.zeros(1, dtype=torch.int64)
     into: tuple[cpu_library.Argument, ...] = into_EOI, *into_EOI.stride()[:2]
     sizes = experts, (len(starts) - 1) // experts, outputs, inputs
@@ -98,6 +103,12 @@ def _add(
         "add_products_to_grid", is_bf16, *into, *grad, *x, starts, *sizes, float(scale), float(limit), wrong
     )
     return not wrong.item()
+
+
+def _fill_lanes(factor: Tensor, lanes: int) -> Tensor:
+    """A factor with dense rows, and columns of zeros up to a multiple of ``lanes``."""
+    missing = -factor.shape[-1] % lanes
+    return pad(factor, (0, missing)) if missing else factor if factor.stride(-1) == 1 else factor.contiguous()
 
 
 @lru_cache(maxsize=64)
