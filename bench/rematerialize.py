@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.dtr import BudgetExceeded, rematerialize, score_dtr, score_lru
+from bench.dtr_trace import Event, make_chain
 from bench.machine import write_result
 from bench.simrd_traces import read_trace
-from superstep.cost.program.budget.operation_trace import Event, make_chain
-from superstep.cost.program.budget.rematerialize import BudgetExceeded, rematerialize, score_dtr, score_lru
 
 UNITS = (64, 128, 256, 512, 1024, 2048, 4096)
 MOST_LRU = 1024

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from superstep.cost.program.budget.operation_trace import Event, Hold, OperationCall, Pin, Release
+from bench.dtr_trace import Event, Hold, OperationCall, Pin, Release
 
 
 def read_trace(lines: Iterable[str]) -> tuple[Event, ...]:

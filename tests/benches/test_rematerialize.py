@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.dtr import BudgetExceeded, _Run, rematerialize, score_lru
+from bench.dtr_trace import Hold, OperationCall, Pin, Release, make_chain, make_value
 from bench.simrd_traces import read_trace
 from plans import examples
-from superstep.cost.program.budget.operation_trace import Hold, OperationCall, Pin, Release, make_chain, make_value
-from superstep.cost.program.budget.rematerialize import BudgetExceeded, _Run, rematerialize, score_lru
 
 MOST_FORWARDS = 2.5
 """The most forward passes of a unit in room for 2 · √units."""

@@ -1,4 +1,4 @@
-"""rematerialize: operations within a budget of memory, by dynamic tensor rematerialization (Kirisame 2021, arXiv
+"""Operations within a budget of memory, by dynamic tensor rematerialization (Kirisame 2021, arXiv
 2006.09616).
 
 Operations run in the order of their trace. Where the next has no room, the storage with the least
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from superstep.cost.program.budget.operation_trace import Event, Hold, OperationCall, Pin, Release
+from bench.dtr_trace import Event, Hold, OperationCall, Pin, Release
 from superstep.errors import SuperstepError
 from superstep.hardware.units import Array
 
