@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,7 @@ class MediaInput(Protocol):
 
 def count_rows(medium: Medium) -> int:
     """Rows of the encoder's fields: patches of a picture, frames of a sound."""
-    rows = 1
-    for side in medium.size:
-        rows *= side
-    return rows
+    return math.prod(medium.size)
 
 
 def row_fields(reads: MediaInput, tokens: int, media_tokens: int) -> SampleFields:

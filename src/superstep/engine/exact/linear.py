@@ -21,7 +21,7 @@ from superstep.comm.collectives import stack_ranks
 from superstep.comm.mesh import Group
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
-from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
+from superstep.kernels.packed.unpack import Weight, split_weight, take_matrix
 from superstep.model.packed_linear import PackedLinear, weight_of
 from superstep.numerics.invariant_matmul import product, tree_sum
 
@@ -70,7 +70,7 @@ def _interleave(sections: Sequence[int], cells: int) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BSI: Tensor, weight: Weight, sink: GradientSink | None, cut: ReductionCut) -> Tensor:  # noqa: ANN401
-        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.packed, own = split_weight(weight)
         ctx.save_for_backward(None if sink is None else x_BSI, own)
         ctx.sink, ctx.cut = sink, cut
         return forward_product(x_BSI, take_matrix(weight, x_BSI.dtype), cut)

@@ -18,7 +18,7 @@ from torch import Tensor
 from superstep.engine.exact.linear import ReductionCut, add_weight_gradient, forward_product
 from superstep.engine.layers.grad_accumulation import GradientSink
 from superstep.engine.layers.implementation import Forward
-from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
+from superstep.kernels.packed.unpack import Weight, split_weight, take_matrix
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
 from superstep.model.packed_linear import weight_of
 from superstep.numerics.invariant_matmul import product
@@ -98,7 +98,7 @@ class _Adapted(torch.autograd.Function):
         parts: _Parts,
     ) -> Tensor:
         out, h_BSR = _sum(x_BSI, weight, bias_O, a_RI, b_OR, parts)
-        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.packed, own = split_weight(weight)
         ctx.save_for_backward(x_BSI, own, a_RI, b_OR, h_BSR)
         ctx.parts = parts
         return out

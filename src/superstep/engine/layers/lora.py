@@ -14,7 +14,7 @@ from torch import Tensor
 
 from superstep.engine.layers.grad_accumulation import GradientSums
 from superstep.engine.layers.implementation import Forward, Implementation
-from superstep.kernels.packed.unpack import PackedWeight, Weight, take_matrix
+from superstep.kernels.packed.unpack import Weight, split_weight, take_matrix
 from superstep.model.lora import AdaptedLinear, Mask, find_mask
 from superstep.model.packed_linear import weight_of
 from superstep.numerics.accumulate_product import add_product
@@ -98,7 +98,7 @@ class _Adapted(torch.autograd.Function):
         mask: Mask | None,
     ) -> Tensor:
         out, h_TR = _sum(x, weight, bias_O, a_RI, b_OR, scale, mask)
-        ctx.packed, own = (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+        ctx.packed, own = split_weight(weight)
         ctx.save_for_backward(x, own, a_RI, b_OR, h_TR)
         ctx.into, ctx.scale, ctx.sums, ctx.mask = (into_a, into_b), scale, sums, mask
         return out

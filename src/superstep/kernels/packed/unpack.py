@@ -53,6 +53,11 @@ def take_matrix(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.unpack(dtype) if isinstance(weight, PackedWeight) else weight
 
 
+def split_weight(weight: Weight) -> tuple[PackedWeight | None, Tensor | None]:
+    """The same as a graph keeps it: a packed weight beside the tensors that are saved, a matrix among them."""
+    return (weight, None) if isinstance(weight, PackedWeight) else (None, weight)
+
+
 def multiply_packed(x: Tensor, weight: PackedWeight, bias_O: Tensor | None) -> Tensor:
     """x · weightᵀ + bias; the input alone has a gradient."""
     out: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]

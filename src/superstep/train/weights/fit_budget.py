@@ -89,7 +89,7 @@ def _refusal(run: Resolved, result: BudgetResult) -> str:
 def _describe(run: Resolved, least: KeptPlan) -> str:
     """The plan that takes least."""
     choices = count_choices(least.kept)
-    if "input" in choices and len(choices) == 1 + ("all" in choices) and least.name == "input of all":
+    if "input" in choices and least.name == "input of all":
         return "with plan.recompute = 'full'"
     if set(choices) == {find_place(run.config.plan)}:
         return f"with all activations on the {find_place(run.config.plan)}"
