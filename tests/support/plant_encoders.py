@@ -1,7 +1,9 @@
 """Faults that ranks can have with pictures or sounds in text, and proofs of a layout in which one rank has one."""
 
-from contextlib import chdir, nullcontext
+from contextlib import chdir, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -13,7 +15,21 @@ from superstep.engine.values import microbatch
 from superstep.launch.ranks import World
 from superstep.model.multimodal import audio, vision
 from superstep.model.multimodal import place_rows as place_rows_module
-from superstep.train.proof.proof_inputs import prove_case
+from superstep.plan.config_io import read_config
+from superstep.train.proof.proof_inputs import Cases, prove_case
+from superstep.train.weights.model import resolve_config
+
+
+@contextmanager
+def open_case(folder, samples, layout):
+    """The proof of a layout of the run in a folder, which is the current one meanwhile. ``samples``: its file there."""
+    threads = torch.get_num_threads()
+    with chdir(folder):
+        torch.set_num_threads(1)
+        config = read_config(Path("run.toml"))
+        run = resolve_config(replace(config, plan=replace(config.plan, **layout)))
+        yield Cases(folder / "proof", folder / samples, steps=2).case(run, reruns=True)
+        torch.set_num_threads(threads)
 
 
 def skip_encoder():

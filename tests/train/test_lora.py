@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import small
+from adapters import both_at_work
 from exact_bits import prove_run_bits, write_run_bits
 from longer import first_few, many_ranks
 from superstep.comm.device import Device
@@ -15,11 +16,9 @@ from superstep.launch.ranks import World
 from superstep.model.custom.inspect import outline_of
 from superstep.model.custom.units_from_modules import as_units
 from superstep.model.lora import adapt
-from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
-from superstep.train.weights.model import units_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -35,28 +34,15 @@ def config(*, lora=LORA, bias=False, **found):
     return replace(made, lora=lora)
 
 
-def _both_at_work(run, units=()):
-    """The run's units, or those given, whose B starts with other values than zeros: else A has no gradient."""
-    found = []
-    for unit in units or units_of(run):
-        params = dict(unit.params)
-        for local, param in params.items():
-            if param.factor == "b":
-                shape = next(p.dims for u in run.outline.units for p in u.parameters if p.name == param.name)
-                params[local] = replace(param, values=initial(replace(param, std=0.3), shape, 1))
-        found.append(replace(unit, params=params))
-    return found
-
-
 def _write(rank, world, run, folder):
     torch.set_num_threads(1)
-    write_reference(_both_at_work(run), run.config.train, small.batches(packed=False), Path(folder))
+    write_reference(both_at_work(run), run.config.train, small.batches(packed=False), Path(folder))
 
 
 def _prove(rank, world, cases):
     found = []
     for run, folder in cases:
-        specs, batches = _both_at_work(run), small.batches(packed=False)
+        specs, batches = both_at_work(run), small.batches(packed=False)
         found.append(prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=specs))
     return found
 
@@ -162,9 +148,9 @@ def _prove_own(rank, world, plans, folder):
         batches = small.batches(packed=False)
         if rank == 0 and not Path(folder).exists():
             Path(folder).mkdir()
-            write_reference(_both_at_work(run, specs), run.config.train, batches, Path(folder))
+            write_reference(both_at_work(run, specs), run.config.train, batches, Path(folder))
         gather(None, None)
-        specs = _both_at_work(run, specs)
+        specs = both_at_work(run, specs)
         found.append(prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=specs))
     return found
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import small
+from adapters import both_at_work
 from exact_bits import prove_run_bits, write_run_bits
 from superstep.comm.device import Device
 from superstep.cost.program.flops import rank_parameters
 from superstep.engine.flat.buffers import UnitBuffers
 from superstep.launch.ranks import World
-from superstep.model.unit import initial
 from superstep.plan.config import LoraConfig
 from superstep.plan.resolution.resolve import resolve
 from superstep.train.proof.prove_tolerance import prove, write_reference
@@ -35,27 +35,14 @@ def config(*, lora=LORA, exact=False, **found):
 
 def _write(rank, world, run, folder):
     torch.set_num_threads(1)
-    write_reference(_both_at_work(run), run.config.train, small.batches(packed=False), Path(folder))
-
-
-def _both_at_work(run):
-    """The run's units, whose B starts with other values than zeros: else A has no gradient."""
-    found = []
-    for unit in units_of(run):
-        params = dict(unit.params)
-        for local, param in params.items():
-            if param.factor == "b":
-                shape = next(p.dims for u in run.outline.units for p in u.parameters if p.name == param.name)
-                params[local] = replace(param, values=initial(replace(param, std=0.3), shape, 1))
-        found.append(replace(unit, params=params))
-    return found
+    write_reference(both_at_work(run), run.config.train, small.batches(packed=False), Path(folder))
 
 
 def _prove(rank, world, cases):
     torch.set_num_threads(1)
     batches = small.batches(packed=False)
     return [
-        prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=_both_at_work(run))
+        prove(World(rank, world, Device("cpu")), run, batches, Path(folder), reruns=False, specs=both_at_work(run))
         for run, folder in cases
     ]
 

@@ -1,16 +1,12 @@
 """Faults that ranks can have with pictures in text, planted: the proof of a layout names each."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from picture_samples import write_pictures
-from plant_encoders import prove_each
-from superstep.plan.config_io import read_config
-from superstep.train.proof.proof_inputs import Cases
+from plant_encoders import open_case, prove_each
 from superstep.train.weights.model import resolve_config
 
 pytestmark = pytest.mark.multiproc
@@ -27,14 +23,8 @@ SAYS = {
 def case(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
     write_pictures(folder, deepstack=(0,))
-    before, threads = Path.cwd(), torch.get_num_threads()
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    config = read_config(Path("run.toml"))
-    run = resolve_config(replace(config, plan=replace(config.plan, **request.param)))
-    yield Cases(folder / "proof", folder / "pictures.py", steps=2).case(run, reruns=True)
-    torch.set_num_threads(threads)
-    os.chdir(before)
+    with open_case(folder, "pictures.py", request.param) as case:
+        yield case
 
 
 def test_each_planted_fault_is_named(pool, case):
